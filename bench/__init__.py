@@ -1,0 +1,1 @@
+"""Measurements: identity, distribution, speed. May import anything."""

@@ -1,0 +1,1 @@
+"""The verifier: the only author of the committed ids. Never onnxruntime."""

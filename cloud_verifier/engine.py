@@ -1,0 +1,341 @@
+"""The seam below the service: what any engine offers (`Engine`), and the one that runs our own worker (`TorchEngine`).
+
+Must not know: grpc, protobuf. Called by `service` on the event loop; commands go to the worker's thread, frames come
+back through `call_soon_threadsafe`. The event loop never runs a forward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, TypeVar
+
+from cloud_verifier.judge import Judge
+from cloud_verifier.scheduler import Scheduler
+from cloud_verifier.sessions import Session
+from cloud_verifier.target_model import TargetModel
+from cloud_verifier.worker import Worker
+from shared.codec import fault_of
+from shared.errors import (
+    DeviceFailure,
+    DraftwireError,
+    ModelMismatch,
+    Overloaded,
+    RemoteProtocolError,
+    SessionDisplaced,
+    SessionNotFound,
+    Unimplemented,
+)
+from shared.types import (
+    PROTOCOL_VERSION,
+    Close,
+    DownFrame,
+    Edit,
+    Fault,
+    Hint,
+    ModelCard,
+    Open,
+    Opened,
+    Pace,
+    Reason,
+    Resume,
+    Score,
+    SessionId,
+)
+
+T = TypeVar("T")
+
+RETRY_WHEN_FULL_MS = 1000
+
+
+class EngineStream(Protocol):
+    """One device's attachment to one session. Calls return at once; what they cause comes back as frames."""
+
+    opened: Opened
+
+    def frames(self) -> AsyncIterator[DownFrame]:
+        """Frames in order until the stream ends; raises the DraftwireError that ended it, if one did."""
+        ...
+
+    def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
+        """Hands a frame from the device to the engine; a refusal comes back as a Fault."""
+        ...
+
+    def refuse(self, fault: Fault) -> None:
+        """Tells the device of a frame that never reached the engine, in order with the other frames."""
+        ...
+
+    def detach(self) -> None:
+        """The device is gone; its session is kept for its lease."""
+        ...
+
+
+class Engine(Protocol):
+    """What the service needs; knows nothing of tensors above this line."""
+
+    def describe(self) -> ModelCard:
+        """What is served."""
+        ...
+
+    async def open(self, frame: Open) -> EngineStream:
+        """A new session. Raises: RemoteProtocolError, ModelMismatch, Overloaded, DeviceFailure."""
+        ...
+
+    async def resume(self, frame: Resume) -> EngineStream:
+        """An old session. Raises: SessionNotFound, PrefixMismatch, DeviceFailure."""
+        ...
+
+
+class _Ended:
+    """The last thing in a stream's queue."""
+
+    def __init__(self, error: DraftwireError | None) -> None:
+        self.error = error
+
+
+class _QueueSink:
+    """Carries frames from the worker's thread to the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.queue: asyncio.Queue[DownFrame | _Ended] = asyncio.Queue()
+        self._loop = loop
+
+    def send(self, frame: DownFrame) -> None:
+        self._put(frame)
+
+    def end(self, error: DraftwireError | None) -> None:
+        self._put(_Ended(error))
+
+    def _put(self, item: DownFrame | _Ended) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+class TorchStream:
+    """An EngineStream of TorchEngine."""
+
+    def __init__(self, engine: TorchEngine, session: Session, sink: _QueueSink, opened: Opened) -> None:
+        self.opened = opened
+        self._engine, self._session, self._sink = engine, session, sink
+
+    async def frames(self) -> AsyncIterator[DownFrame]:
+        """See EngineStream."""
+        while True:
+            item = await self._sink.queue.get()
+            if not isinstance(item, _Ended):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                return
+
+    def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
+        """See EngineStream."""
+        self._engine.submit(lambda: self._handle(frame))
+
+    def _handle(self, frame: Hint | Edit | Score | Pace | Close) -> None:
+        if self._session.sink is not self._sink:
+            return
+        try:
+            self._engine.handle(self._session, frame)
+        except DraftwireError as error:
+            self._sink.send(fault_of(error, type(frame).__name__.lower()))
+
+    def refuse(self, fault: Fault) -> None:
+        """See EngineStream."""
+        self._sink.send(fault)
+
+    def detach(self) -> None:
+        """See EngineStream."""
+        self._engine.detach(self._session, self._sink)
+
+
+class TorchEngine:
+    """Sessions on our own worker: one device, one thread. Methods marked (worker) run on the worker's thread."""
+
+    def __init__(
+        self,
+        model: TargetModel,
+        judge: Judge,
+        card: ModelCard,
+        *,
+        max_sessions: int = 64,
+        on_failure: Callable[[DeviceFailure], None] = lambda failure: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model, self._card, self._clock = model, card, clock
+        self._max_sessions = max_sessions
+        self._sessions: dict[SessionId, Session] = {}
+        self.worker = Worker(model, judge, Scheduler(), on_failure, clock)
+
+    def start(self) -> None:
+        """Starts the device thread."""
+        self.worker.start()
+
+    def stop(self) -> None:
+        """Ends the device thread after the step in progress."""
+        self.worker.stop()
+
+    def describe(self) -> ModelCard:
+        """See Engine."""
+        return self._card
+
+    async def open(self, frame: Open) -> TorchStream:
+        """See Engine."""
+        self._check_open(frame)
+        return await self._on_worker(lambda sink: self._open(frame, sink))
+
+    async def resume(self, frame: Resume) -> TorchStream:
+        """See Engine."""
+        return await self._on_worker(lambda sink: self._resume(frame, sink))
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Runs a command on the worker's thread."""
+        self.worker.submit(command)
+
+    async def _on_worker(self, act: Callable[[_QueueSink], T]) -> T:
+        if self.worker.failure is not None:
+            raise self.worker.failure
+        loop = asyncio.get_running_loop()
+        sink, result = _QueueSink(loop), loop.create_future()
+
+        def command() -> None:
+            try:
+                value = act(sink)
+                loop.call_soon_threadsafe(_settle, result, value, None)
+            except DraftwireError as error:
+                loop.call_soon_threadsafe(_settle, result, None, error)
+
+        self.submit(command)
+        outcome: T = await result
+        return outcome
+
+    # ------------------------------------------------------------ open and resume
+
+    def _check_open(self, frame: Open) -> None:
+        card = self._card
+        if not frame.lowest_version <= PROTOCOL_VERSION <= frame.highest_version:
+            raise RemoteProtocolError(
+                f"protocol versions {frame.lowest_version}-{frame.highest_version} asked, this verifier speaks "
+                f"{PROTOCOL_VERSION}",
+                field="open.lowest_version",
+            )
+        if frame.fingerprint != card.fingerprint:
+            raise ModelMismatch(
+                f"the draft's vocabulary is not that of target {card.model_name}; Describe tells the first difference",
+                field="open.fingerprint",
+            )
+        if frame.is_continued and frame.target_id and frame.target_id != card.target_id:
+            raise ModelMismatch(
+                f"the text was begun by target {frame.target_id.hex()[:12]}, this is {card.model_name} "
+                f"({card.target_id.hex()[:12]})",
+                field="open.target_id",
+            )
+        if len(frame.ids) >= card.context_size:
+            raise RemoteProtocolError(
+                f"open.ids: the context of {len(frame.ids)} tokens leaves no room in {card.model_name}'s "
+                f"{card.context_size}",
+                field="open.ids",
+            )
+
+    def _open(self, frame: Open, sink: _QueueSink) -> TorchStream:
+        """(worker)"""
+        if len(self._sessions) >= self._max_sessions and not self._drop_longest_detached():
+            raise Overloaded(
+                f"the verifier serves its {self._max_sessions} sessions already", retry_after_ms=RETRY_WHEN_FULL_MS
+            )
+        session = Session(
+            id=SessionId(secrets.token_bytes(16)),
+            opened_with=frame,
+            seed=secrets.randbits(64) if frame.seed is None else frame.seed,
+            slot=self._model.new_slot(),
+            limits=self._card.limits,
+            context_size=self._card.context_size,
+            target_id=self._card.target_id,
+            now=self._clock(),
+        )
+        self._sessions[session.id] = session
+        session.sink = sink
+        self.worker.scheduler.add(session)
+        stream = TorchStream(self, session, sink, session.opened())
+        self.worker.finish_if_ended(session)
+        return stream
+
+    def _resume(self, frame: Resume, sink: _QueueSink) -> TorchStream:
+        """(worker)"""
+        session = self._sessions.get(frame.session_id)
+        if session is None:
+            raise SessionNotFound("this verifier does not hold the session; reopen it", field="resume.session_id")
+        session.check_resume(frame)
+        if session.sink is not None:
+            session.sink.end(SessionDisplaced("another stream resumed this session"))
+        session.sink, session.detached_at = sink, None
+        session.idle_since = self._clock()
+        stream = TorchStream(self, session, sink, session.opened(reused=session.slot.length))
+        for replayed in session.replay(frame.have):
+            sink.send(replayed)
+        return stream
+
+    # ------------------------------------------------------------ frames of a session
+
+    def handle(self, session: Session, frame: Hint | Edit | Score | Pace | Close) -> None:
+        """(worker) Raises: DraftwireError, which becomes a Fault; the session is unharmed."""
+        match frame:
+            case Hint():
+                session.hint(frame)
+            case Pace():
+                session.set_pace(frame)
+            case Close():
+                self._close(session)
+            case Edit() | Score():
+                raise Unimplemented(
+                    f"{type(frame).__name__.lower()} is not implemented by this version: close and open again"
+                )
+
+    def _close(self, session: Session) -> None:
+        sink = session.sink
+        if session.finished is None and sink is not None:
+            sink.send(session.finish(Reason.CANCELLED))
+        if sink is not None:
+            sink.end(None)
+        self._forget(session)
+
+    def detach(self, session: Session, sink: _QueueSink) -> None:
+        """The stream is gone: the session waits for its lease, unless a newer stream has it."""
+
+        def command() -> None:
+            if session.sink is sink:
+                session.sink, session.detached_at = None, self._clock()
+
+        def expire() -> None:
+            now, lease_s = self._clock(), self._card.limits.lease_ms / 1000
+            if session.detached_at is not None and now - session.detached_at >= lease_s:
+                self._forget(session)
+
+        self.submit(command)
+        timer = threading.Timer(self._card.limits.lease_ms / 1000 + 0.05, lambda: self.submit(expire))
+        timer.daemon = True
+        timer.start()
+
+    def _drop_longest_detached(self) -> bool:
+        absent = [session for session in self._sessions.values() if session.detached_at is not None]
+        if absent:
+            self._forget(min(absent, key=lambda session: session.detached_at or 0.0))
+        return bool(absent)
+
+    def _forget(self, session: Session) -> None:
+        if self._sessions.pop(session.id, None) is not None:
+            session.sink = None
+            self.worker.drop(session)
+
+
+def _settle(future: asyncio.Future[T], value: T, error: DraftwireError | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

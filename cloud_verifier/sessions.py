@@ -1,0 +1,226 @@
+"""A session: the committed ids (the truth), its hint trie, its sampling state and its credit.
+
+Pure but for the KV slot that it holds. Must not know: wire messages, models, threads, clocks (time is handed in).
+Changed by the worker's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from cloud_verifier.kv_pool import KvSlot
+from shared.errors import DraftwireError, PrefixMismatch, RemoteProtocolError
+from shared.hint_trie import Drop, HintTrie
+from shared.randomness import ids_digest, short_digest
+from shared.sampling import Counts
+from shared.types import (
+    Commit,
+    DownFrame,
+    Finished,
+    Hint,
+    Limits,
+    Open,
+    Opened,
+    Pace,
+    Reason,
+    Resume,
+    Rule,
+    SessionId,
+    Usage,
+)
+
+
+class Sink(Protocol):
+    """Where a session's frames go while a stream is attached. Never blocks."""
+
+    def send(self, frame: DownFrame) -> None:
+        """Hands over one frame."""
+        ...
+
+    def end(self, error: DraftwireError | None) -> None:
+        """No frame follows; the stream ends, with this error if one is given."""
+        ...
+
+
+@dataclass(eq=False)
+class Session:
+    """One epoch's truth. `ids` only ever grow; `slot.length` < len(ids) rows of it have keys and values."""
+
+    id: SessionId
+    opened_with: Open
+    seed: int
+    slot: KvSlot
+    limits: Limits
+    context_size: int
+    target_id: bytes
+    now: float
+    ids: list[int] = field(init=False)
+    trie: HintTrie = field(init=False)
+    counts: Counts = field(init=False)
+    sink: Sink | None = None
+    finished: Finished | None = None
+    usage: Usage = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.opened_with
+        self.ids = list(request.ids)
+        self.generated_from = request.generated_from
+        self.pace, self.run_ahead, self.ack = request.pace, request.run_ahead, len(request.ids)
+        self.counts = Counts.of(request.ids, request.generated_from)
+        self.is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
+        self.trie = HintTrie(
+            len(self.ids), self.limits.max_held_nodes, self.limits.remembered_nodes, is_chain=self.is_chain
+        )
+        self.usage = Usage(context_tokens=request.generated_from)
+        self.accepted_flags: list[bool] = [False] * (len(self.ids) - self.generated_from)
+        self.logprobs: list[float] = [0.0] * len(self.accepted_flags)
+        self.idle_since = self.now
+        self.runnable_since: float | None = None
+        self.detached_at: float | None = None
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def length(self) -> int:
+        """Committed length."""
+        return len(self.ids)
+
+    @property
+    def end(self) -> int:
+        """No id is committed at or past this position."""
+        return min(self.generated_from + self.opened_with.max_new_tokens, self.context_size)
+
+    @property
+    def credit(self) -> int:
+        """How many ids may be committed now: bounded by run_ahead past the last ack, and by the end."""
+        return max(0, min(self.ack + self.run_ahead, self.end) - self.length)
+
+    @property
+    def unfed(self) -> int:
+        """Committed ids that have no keys and values yet; at least 1."""
+        return self.length - self.slot.length
+
+    def opened(self, reused: int = 0) -> Opened:
+        """What answers Open and Resume."""
+        return Opened(
+            session_id=self.id,
+            seed=self.seed,
+            epoch=self.opened_with.epoch,
+            generated_from=self.generated_from,
+            committed_length=self.length,
+            next_node=self.trie.highest_number + 1,
+            target_id=self.target_id,
+            limits=self.limits,
+            reused_tokens=reused,
+        )
+
+    # ------------------------------------------------------------ frames in
+
+    def hint(self, frame: Hint) -> int:
+        """Merges a hint into the trie; returns how many nodes are new. Hints of other epochs are ignored.
+
+        Raises: RemoteProtocolError or PrefixMismatch; the session is unharmed.
+        """
+        if frame.epoch != self.opened_with.epoch or self.finished:
+            return 0
+        if self.is_chain != bool(frame.rows) and frame.ids:
+            raise RemoteProtocolError(
+                f"hint.rows must {'be given' if self.is_chain else 'be absent'} under this session's rule",
+                field="hint.rows",
+            )
+        if self.is_chain and frame.parents:
+            raise RemoteProtocolError("hint.parents: the rejection rule takes chains only", field="hint.parents")
+        self._acknowledge(frame.ack)
+        if frame.base_digest is not None and not frame.base_node:
+            self._check_base(frame.base_position, frame.base_digest)
+        fresh = self.trie.insert(frame, self.ids)
+        self.usage = replace(self.usage, hint_nodes=self.usage.hint_nodes + len(frame.ids))
+        return fresh
+
+    def _check_base(self, position: int, digest: int) -> None:
+        if position > self.length or short_digest(self.ids[:position]) != digest:
+            raise PrefixMismatch(
+                f"hint.base_digest: the ids before position {position} differ from the verifier's",
+                field="hint.base_digest",
+            )
+
+    def set_pace(self, frame: Pace) -> None:
+        """Changes pace and credit."""
+        if frame.epoch == self.opened_with.epoch:
+            self.pace, self.run_ahead = frame.pace, frame.run_ahead
+            self._acknowledge(frame.ack)
+
+    def _acknowledge(self, ack: int) -> None:
+        if ack > self.length:
+            raise RemoteProtocolError(f"ack {ack} is past the committed length {self.length}", field="ack")
+        self.ack = max(self.ack, ack)
+
+    # ------------------------------------------------------------ commits
+
+    def commit(self, tokens: Sequence[int], accepted: int, logprobs: Sequence[float]) -> dict[Drop, int]:
+        """Makes tokens final; the first `accepted` were hinted. Returns hint nodes dropped since the last commit."""
+        for index, token in enumerate(tokens):
+            self.ids.append(token)
+            self.counts.add(token)
+            self.accepted_flags.append(index < accepted)
+        self.logprobs.extend(logprobs or [0.0] * len(tokens))
+        self.trie.advance(tokens)
+        self.usage = replace(
+            self.usage,
+            generated_tokens=len(self.ids) - self.generated_from,
+            accepted_tokens=self.usage.accepted_tokens + accepted,
+            steps=self.usage.steps + 1,
+        )
+        return self.trie.take_dropped()
+
+    def finish(self, reason: Reason) -> Finished:
+        """Closes the epoch."""
+        self.finished = Finished(self.opened_with.epoch, reason, self.usage)
+        return self.finished
+
+    def ended_reason(self) -> Reason | None:
+        """Why nothing may follow the last committed id; None if something may."""
+        if self.length > self.generated_from and self.ids[-1] in self.opened_with.stop_ids:
+            return Reason.STOP_ID
+        if self.length >= self.end:
+            is_full = self.generated_from + self.opened_with.max_new_tokens > self.context_size
+            return Reason.CONTEXT_FULL if is_full else Reason.LENGTH
+        return None
+
+    # ------------------------------------------------------------ resume
+
+    def check_resume(self, frame: Resume) -> None:
+        """Raises: PrefixMismatch if the device holds other ids than the verifier committed."""
+        if frame.epoch != self.opened_with.epoch:
+            raise PrefixMismatch(f"resume.epoch {frame.epoch} is not this session's", field="resume.epoch")
+        if frame.have > self.length or ids_digest(self.ids[: frame.have]) != frame.digest:
+            raise PrefixMismatch(
+                f"resume.digest: the device's first {frame.have} ids differ from the verifier's", field="resume.digest"
+            )
+
+    def replay(self, have: int) -> list[DownFrame]:
+        """Commits for the ids from `have` on, cut so that accepted ids come first in each; and Finished again."""
+        self.ack = max(self.ack, min(have, self.length))
+        frames: list[DownFrame] = []
+        start = max(have, self.generated_from)
+        while start < self.length:
+            stop = start
+            while stop < self.length and self.accepted_flags[stop - self.generated_from]:
+                stop += 1
+            accepted, stop = stop - start, min(stop + 1, self.length)
+            frames.append(self._replayed(start, stop, accepted))
+            start = stop
+        return frames + ([self.finished] if self.finished else [])
+
+    def _replayed(self, start: int, stop: int, accepted: int) -> Commit:
+        span = slice(start - self.generated_from, stop - self.generated_from)
+        return Commit(
+            epoch=self.opened_with.epoch,
+            start=start,
+            ids=tuple(self.ids[start:stop]),
+            accepted=accepted,
+            seen_node=self.trie.highest_number,
+            logprobs=tuple(self.logprobs[span]) if self.opened_with.logprobs else (),
+        )

@@ -1,0 +1,225 @@
+"""The command `edge-client`: generate, chat, models, export-draft.
+
+Exit codes: 0 done, 1 failed (one line on stderr says why), 2 usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from edge_client import models_cli
+from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.display import TextPrinter, report_fields, report_line
+from edge_client.events import Committed, Done, StateChanged
+from shared.config import load_config
+from shared.errors import ConfigError, DraftwireError
+from shared.sampling import SamplingParams
+from shared.types import Rule
+
+CONNECTION_OPTIONS = (
+    ("--verifier", "HOST:PORT", "the verifier (default: 127.0.0.1:50151)"),
+    ("--draft", "NAME", "bundle, folder or hub id of the draft model (default: smollm2-135m)"),
+    ("--precision", "P", "of a draft given by name: auto, int4, int8 or fp32 (default: auto)"),
+    ("--target-name", "NAME", "refuse a verifier that serves another model"),
+    ("--threads", "N", "CPU threads of the draft model (default: 1)"),
+    ("--hint-tokens", "N", "ids drafted ahead, 0 streams from the verifier (default: 8)"),
+    ("--hint-width", "N", "alternatives per position, 1 for chains (default: 1)"),
+    ("--pace", "PACE", "auto, wait or run_on (default: auto)"),
+    ("--run-ahead", "N", "ids the verifier may commit unacknowledged (default: 256)"),
+    ("--timeout-s", "S", "how long to wait for a verifier (default: 5)"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    result = argparse.ArgumentParser(
+        prog="edge-client",
+        description="The device side of Draftwire: drafts with a small model, shows the large model's exact text.",
+        epilog="first steps:\n"
+        "  edge-client models pull smollm2-135m\n"
+        "  cloud-verifier --model smollm2-135m &\n"
+        '  edge-client generate "Explain what a rainbow is."',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = result.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_chat(commands)
+    models_cli.add_parsers(commands)
+    return result
+
+
+def _add_generate(commands: Any) -> None:
+    command = commands.add_parser(
+        "generate",
+        help="write one text",
+        description="Writes the target's text for one prompt. Accepted ids are green, the target's own yellow.",
+        epilog='example: edge-client generate "Explain what a rainbow is." --temperature 0.8 --top-p 0.95 --seed 7',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("prompt", help="the user's turn; - reads it from standard input")
+    command.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a chat template")
+    command.add_argument("--system", metavar="TEXT", help="a system turn before it")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    _add_generation_options(command)
+    command.set_defaults(handler=lambda args: asyncio.run(_generate(args)))
+
+
+def _add_chat(commands: Any) -> None:
+    command = commands.add_parser(
+        "chat",
+        help="talk with the target",
+        description="A conversation. An empty line, /quit or end of input ends it; /reset forgets it.",
+        epilog="example: edge-client chat --pace wait",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--system", metavar="TEXT", help="a system turn before the first")
+    _add_generation_options(command)
+    command.set_defaults(handler=lambda args: asyncio.run(_chat(args)))
+
+
+def _add_generation_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="length of the answer at most (default: 256)")
+    for name, kind, text in (
+        ("temperature", float, "0 is greedy (default: as the target's makers advise)"),
+        ("top-k", int, "keep the k likeliest, 0 keeps all"),
+        ("top-p", float, "keep the likeliest with this share of the mass"),
+        ("min-p", float, "keep ids with this share of the best one's probability"),
+        ("repetition-penalty", float, "once per id seen, 1 is off"),
+        ("frequency-penalty", float, "per time generated, 0 is off"),
+        ("presence-penalty", float, "once if generated, 0 is off"),
+    ):
+        add(f"--{name}", type=kind, metavar="X", help=text)
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text under the agreement rule")
+    add("--rule", choices=[rule.value for rule in Rule], default="agreement", help="how drafts are judged")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--no-stats", action="store_true", help="no line of figures at the end")
+    add("--config", type=Path, metavar="FILE", help="TOML file with a [client] table")
+    group = command.add_argument_group("connection and draft (also in the environment as DRAFTWIRE_CLIENT_<OPTION>)")
+    for name, metavar, text in CONNECTION_OPTIONS:
+        group.add_argument(name, metavar=metavar, help=text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    try:
+        args = parser().parse_args(arguments)
+        handler: Callable[[argparse.Namespace], int] = args.handler
+        return handler(args)
+    except DraftwireError as error:
+        print(f"edge-client: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("edge-client: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+# ---------------------------------------------------------------- generate and chat
+
+
+def _config(args: argparse.Namespace) -> ClientConfig:
+    names = [option[0].removeprefix("--").replace("-", "_") for option in CONNECTION_OPTIONS]
+    given = {name: getattr(args, name) for name in names}
+    return load_config(ClientConfig, "client", file=args.config, environment=os.environ, arguments=given)
+
+
+def _sampling(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    """The target's defaults, with what the command line says instead."""
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "logit_bias"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return dataclasses.replace(defaults, **given)
+
+
+def _options(args: argparse.Namespace, client: SpeculativeClient) -> dict[str, Any]:
+    if args.seed is not None and not 0 <= args.seed < 2**64:
+        raise ConfigError(f"seed must be from 0 to 2^64-1, got {args.seed}", field="seed")
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "sampling": _sampling(args, client.card.generation_defaults),
+        "seed": args.seed,
+        "rule": Rule(args.rule),
+        "stop": args.stop,
+    }
+
+
+def _check_before_loading(args: argparse.Namespace) -> None:
+    """What can be refused without a model or a verifier is refused at once."""
+    _sampling(args, SamplingParams())
+
+
+async def _generate(args: argparse.Namespace) -> int:
+    _check_before_loading(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not prompt:
+        raise ConfigError("the prompt is empty", field="prompt")
+    turns = [{"role": "system", "content": args.system}] if args.system else []
+    async with SpeculativeClient(_config(args)) as client:
+        content = prompt if args.raw else [*turns, {"role": "user", "content": prompt}]
+        options = _options(args, client)
+        if args.json:
+            result = await client.generate(content, **options)
+            print(json.dumps({"text": result.text, "seed": result.seed, **report_fields(result.report, result.reason)}))
+            return 0
+        _, done = await _show(client, content, options)
+        if not args.no_stats:
+            print(report_line(done.report), file=sys.stderr)
+    return 0
+
+
+async def _show(client: SpeculativeClient, content: Any, options: dict[str, Any]) -> tuple[str, Done]:
+    """Streams one text to the terminal."""
+    printer, text = TextPrinter(sys.stdout), ""
+    async with aclosing(client.stream(content, **options)) as events:
+        async for event in events:
+            match event:
+                case Committed():
+                    printer.show(event)
+                    text += event.text
+                case StateChanged():
+                    printer.state(event)
+                case Done():
+                    printer.end()
+                    return text, event
+    raise AssertionError("a generation ends with Done")
+
+
+async def _chat(args: argparse.Namespace) -> int:
+    _check_before_loading(args)
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    async with SpeculativeClient(_config(args)) as client:
+        turns: list[dict[str, str]] = list(start)
+        is_terminal = sys.stdin.isatty()
+        while line := (await asyncio.to_thread(_read_line, "you> " if is_terminal else "")).strip():
+            if line == "/quit":
+                break
+            if line == "/reset":
+                turns = list(start)
+                continue
+            turns.append({"role": "user", "content": line})
+            text, done = await _show(client, turns, _options(args, client))
+            turns.append({"role": "assistant", "content": text})
+            if not args.no_stats:
+                print(report_line(done.report), file=sys.stderr)
+    return 0
+
+
+def _read_line(prompt: str) -> str:
+    if prompt:
+        print(prompt, end="", flush=True)
+    return sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

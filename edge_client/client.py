@@ -1,0 +1,289 @@
+"""The client: one verifier, one draft model, and `stream(prompt)`. What an app or an input method embeds.
+
+Must not know: gRPC, protobuf, onnxruntime (imported when a drafter is built). Step 1 of docs/token_path.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from edge_client.chat_template import ChatTemplate
+from edge_client.drafter import Budget, Drafter, ModelDrafter
+from edge_client.events import Committed, Done, Event, Piece, Result
+from edge_client.generate import Generation
+from edge_client.text import TextStream
+from edge_client.tokenizer import TextTokenizer
+from edge_client.transport import GrpcTransport, Transport
+from shared.config import check_ranges
+from shared.errors import ConfigError, ModelMismatch
+from shared.fingerprint import Fingerprint, check_compatible, fingerprint
+from shared.model_store import resolve
+from shared.sampling import SamplingParams
+from shared.types import DEFAULT_RUN_AHEAD, ModelCard, Open, PaceKind, Rule
+
+Messages = Sequence[Mapping[str, Any]]
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Settings of a device; the environment names are DRAFTWIRE_CLIENT_<FIELD>."""
+
+    verifier: str = "127.0.0.1:50151"
+    """HOST:PORT of the verifier."""
+    draft: str = "smollm2-135m"
+    """Bundle name, folder or hub id of the draft model."""
+    precision: Literal["auto", "int4", "int8", "fp32"] = "auto"
+    """Of a draft model given by name; auto is the bundle's own choice, int4 for hub ids."""
+    target_name: str = ""
+    """Refuse a verifier that serves another model; empty takes any whose vocabulary fits."""
+    threads: int = 1
+    """CPU threads of the draft model."""
+    hint_tokens: int = 8
+    """Ids drafted ahead; 0 drafts nothing and streams from the verifier."""
+    hint_width: int = 1
+    """Alternatives at each position: 1 sends chains, more send trees. The rejection rule sends chains only."""
+    pace: Literal["auto", "wait", "run_on"] = "auto"
+    """When the verifier runs: wait for hints (fewest forwards), run on (lowest latency), or by its load."""
+    run_ahead: int = DEFAULT_RUN_AHEAD
+    """Ids the verifier may commit past what this device has acknowledged."""
+    timeout_s: float = 5.0
+    """How long to wait for a verifier to answer at all."""
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            {
+                "threads": (1, 256),
+                "hint_tokens": (0, 64),
+                "hint_width": (1, 16),
+                "run_ahead": (1, 65536),
+                "timeout_s": (0.05, 600),
+            },
+        )
+
+
+class SpeculativeClient:
+    """Text exactly as the target alone would write it, sooner. Use as `async with SpeculativeClient(config) as client`.
+
+    Any number of generations may be asked for; the draft model serves them one after another.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig | None = None,
+        *,
+        transport: Transport | None = None,
+        drafter: Drafter | None = None,
+        tokenizer: TextTokenizer | None = None,
+    ) -> None:
+        """`transport`, `drafter` and `tokenizer` replace what the settings would give; apps leave them out."""
+        self.config = config or ClientConfig()
+        self._transport, self._drafter, self._tokenizer = transport, drafter, tokenizer
+        self._card: ModelCard | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="draftwire-draft")
+        self._in_use = asyncio.Lock()
+        self._secret = secrets.randbits(64)
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def connect(self) -> ModelCard:
+        """Asks the verifier what it serves, checks that the vocabularies are one, loads the draft model.
+
+        Raises: VerifierUnavailable, ModelMismatch (naming both models and the first difference), ModelLoadError.
+        """
+        config = self.config
+        if self._tokenizer is None:
+            folder = resolve(config.draft, "draft", config.precision)
+            self._tokenizer = TextTokenizer(folder)
+        vocabulary = self._tokenizer.vocabulary
+        if self._transport is None:
+            self._transport = GrpcTransport(
+                config.verifier, vocabulary.valid_mask(vocabulary.size), timeout_s=config.timeout_s
+            )
+        card = self._card = await self._transport.describe()
+        if config.target_name and card.model_name != config.target_name:
+            raise ModelMismatch(f"the verifier at {config.verifier} serves {card.model_name}, not {config.target_name}")
+        target = Fingerprint.from_wire(card.fingerprint_blocks)
+        check_compatible(fingerprint(vocabulary), target, Path(config.draft).name, card.model_name)
+        if self._drafter is None and config.hint_tokens > 0:
+            self._drafter = await asyncio.get_running_loop().run_in_executor(self._executor, self._build_drafter)
+        return card
+
+    def _build_drafter(self) -> Drafter:
+        from edge_client.onnx_drafter import OnnxModel  # onnxruntime: not before a drafter is wanted
+
+        assert self._tokenizer is not None
+        model = OnnxModel(resolve(self.config.draft, "draft", self.config.precision), self.config.threads)
+        return ModelDrafter(model, self._tokenizer.vocabulary.valid_mask(model.vocabulary_rows))
+
+    async def close(self) -> None:
+        """Gives the channel and the draft thread back."""
+        if self._transport is not None:
+            await self._transport.close()
+        self._executor.shutdown(wait=False)
+
+    @property
+    def card(self) -> ModelCard:
+        """What the verifier serves. Raises: ConfigError before `connect`."""
+        if self._card is None:
+            raise ConfigError("the client is not connected: use it as `async with SpeculativeClient(...)`")
+        return self._card
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The vocabulary both sides share."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    # ------------------------------------------------------------ prompts
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        """A raw prompt as it stands, or chat messages through the target's template.
+
+        Raises: ConfigError for an empty prompt, a bad message, or messages where the target has no template.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode_prompt(prompt)
+        elif not self.card.chat_template:
+            raise ConfigError(f"{self.card.model_name} has no chat template: give a raw prompt", field="messages")
+        else:
+            template = ChatTemplate(self.card.chat_template, self.card.special_tokens)
+            ids = template.encode_chat(prompt, self.tokenizer)
+        if not ids:
+            raise ConfigError("the prompt is empty", field="prompt")
+        return ids
+
+    # ------------------------------------------------------------ generating
+
+    async def stream(
+        self,
+        prompt: str | Messages | Sequence[int],
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        rule: Rule = Rule.AGREEMENT,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] | None = None,
+        pace: PaceKind | None = None,
+        logprobs: bool = False,
+        keep_special: bool = False,
+        on_open: Callable[[int], None] = lambda seed: None,
+    ) -> AsyncGenerator[Event, None]:
+        """Events of one generation, `Done` last. A raw prompt, chat messages, or ids.
+
+        `sampling` None takes the target's generation defaults; `stop_ids` None the target's; `on_open` is told the
+        session's seed. Leaving the iteration early ends the generation on both sides.
+        Raises: ConfigError, RemoteProtocolError (naming the field), TransportError, SessionError, ModelError.
+        """
+        ids = self._prompt_ids(prompt)
+        request = Open(
+            ids=tuple(ids),
+            generated_from=len(ids),
+            fingerprint=self.card.fingerprint,
+            sampling=self.card.generation_defaults if sampling is None else sampling,
+            max_new_tokens=self._checked_length(len(ids), max_new_tokens),
+            seed=seed,
+            rule=rule,
+            stop_ids=self.card.stop_ids if stop_ids is None else tuple(stop_ids),
+            pace=pace or PaceKind(self.config.pace),
+            run_ahead=self.config.run_ahead,
+            logprobs=logprobs,
+        )
+        text = TextStream(self.tokenizer.vocabulary, _checked_stops(stop), keep_special=keep_special)
+        async with self._in_use:
+            drafter = self._drafter if self.config.hint_tokens > 0 else None
+            if drafter is None and pace is None:
+                request = replace(request, pace=PaceKind.RUN_ON)
+            generation = Generation(
+                self._connected_transport(),
+                request,
+                drafter,
+                text,
+                budget=Budget(self.config.hint_tokens or 1, self._width(request)),
+                executor=self._executor,
+                secret=self._secret,
+            )
+            async with aclosing(generation.run()) as events:
+                is_told = False
+                async for event in events:
+                    if not is_told:
+                        on_open(generation.seed)
+                        is_told = True
+                    yield event
+
+    async def generate(self, prompt: str | Messages | Sequence[int], **options: Any) -> Result:
+        """One generation at once; options as `stream`."""
+        seeds: list[int] = []
+        pieces: list[Piece] = []
+        logprobs: list[float] = []
+        async with aclosing(self.stream(prompt, on_open=seeds.append, **options)) as events:
+            async for event in events:
+                if isinstance(event, Committed):
+                    pieces.extend(event.pieces)
+                    logprobs.extend(event.logprobs)
+                elif isinstance(event, Done):
+                    return Result(
+                        text="".join(piece.text for piece in pieces),
+                        ids=tuple(piece.token for piece in pieces if piece.token >= 0),
+                        reason=event.reason,
+                        report=event.report,
+                        seed=seeds[0],
+                        pieces=tuple(pieces),
+                        logprobs=tuple(logprobs),
+                        stop=event.stop,
+                    )
+        raise AssertionError("a generation ends with Done")
+
+    def _connected_transport(self) -> Transport:
+        assert self._transport is not None
+        return self._transport
+
+    def _width(self, request: Open) -> int:
+        is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
+        return 1 if is_chain else self.config.hint_width
+
+    def _prompt_ids(self, prompt: str | Messages | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
+            return self.encode(prompt)  # type: ignore[arg-type]
+        ids = list(prompt)
+        valid = self.tokenizer.vocabulary.valid_mask(self.tokenizer.vocabulary.size)
+        bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < len(valid) or not valid[i]), None)
+        if bad is not None or not ids:
+            problem = "is empty" if not ids else f"holds id {bad!r}, which is not in the vocabulary"
+            raise ConfigError(f"prompt {problem}", field="prompt")
+        return ids  # type: ignore[return-value]
+
+    def _checked_length(self, context: int, max_new_tokens: int) -> int:
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}", field="max_new_tokens")
+        room = self.card.context_size - context
+        if room <= 0:
+            raise ConfigError(
+                f"the prompt of {context} tokens is too long: {self.card.model_name} holds {self.card.context_size}",
+                field="prompt",
+            )
+        return min(max_new_tokens, self.card.limits.max_new_tokens)
+
+
+def _checked_stops(stop: str | Sequence[str]) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if len(stops) > MAX_STOPS:
+        raise ConfigError(f"stop: {len(stops)} stop strings given, at most {MAX_STOPS} are allowed", field="stop")
+    return stops

@@ -1,0 +1,155 @@
+"""The draft model on ONNX Runtime: int4 or fp32 graphs with GroupQueryAttention over shared KV buffers.
+
+Must not know: sessions, sampling, wire. The only module that imports onnxruntime. Called by `drafter.ModelDrafter`.
+Past and present are bound to the same preallocated buffers, so a roll-back is one integer. Known limits of the
+operator on CPU: several tokens in one forward only at batch 1, no tree mask, an error past the buffer's length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from shared.errors import ModelError, ModelLoadError
+
+FIRST_ROWS = 256
+MAX_CHUNK = 32
+"""Ids in one forward at most: scores come for all of them, and a long prefill would peak in memory."""
+
+_NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class OnnxModel:
+    """A NextTokenModel over one ONNX Runtime session. One sequence, one thread at a time."""
+
+    def __init__(self, folder: Path, threads: int = 1) -> None:
+        """`threads` CPU threads, never spinning. Raises: ModelLoadError naming the folder or file."""
+        config = _read_config(folder)
+        try:
+            decoder = config["model"]["decoder"]
+            self.layers = int(decoder["num_hidden_layers"])
+            self._heads = int(decoder["num_key_value_heads"])
+            self._head_size = int(decoder["head_size"])
+            self.context_size = int(config["model"]["context_length"])
+            self._names = {**decoder["inputs"], **decoder["outputs"]}
+            graph = folder / decoder["filename"]
+        except KeyError as error:
+            raise ModelLoadError(f"{folder / 'genai_config.json'} lacks {error.args[0]!r}") from error
+        self._session = _open_session(graph, threads)
+        self._type = self._kv_type(graph)
+        self._binding = self._session.io_binding()
+        self._buffers: list[npt.NDArray[Any]] = []
+        self._capacity = 0
+        self._length = 0
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Width of a row of scores, padding rows included."""
+        shapes = {node.name: node.shape for node in self._session.get_outputs()}
+        return int(shapes[self._names["logits"]][-1])
+
+    @property
+    def length(self) -> int:
+        """Ids in the cache."""
+        return self._length
+
+    def rewind(self, length: int) -> None:
+        """Forgets ids from `length` on; costs nothing."""
+        assert 0 <= length <= self._length
+        self._length = length
+
+    def feed(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Appends ids in chunks; returns the scores after the last one. Shapes: (V,) float32.
+
+        Raises: ModelError if the context is full or the forward fails; the cache is as before.
+        """
+        start = self._length
+        if start + len(ids) > self.context_size:
+            raise ModelError(
+                f"draft context full: {start + len(ids)} tokens, the draft model holds {self.context_size}"
+            )
+        self._reserve(start + len(ids))
+        try:
+            for offset in range(0, len(ids), MAX_CHUNK):
+                scores = self._forward(ids[offset : offset + MAX_CHUNK])
+        except Exception as error:
+            self._length = start
+            raise ModelError(f"the draft model failed: {str(error).splitlines()[0]}") from error
+        return np.asarray(scores[-1], dtype=np.float32)
+
+    def kv_rows(self) -> list[npt.NDArray[Any]]:
+        """Copies of all cached keys and values, for tests. Shapes: per tensor (H, length, D)."""
+        return [buffer[0, :, : self._length].copy() for buffer in self._buffers]
+
+    def _forward(self, ids: Sequence[int]) -> npt.NDArray[Any]:
+        total = self._length + len(ids)
+        tokens = np.array([ids], dtype=np.int64)
+        mask = np.ones((1, total), dtype=np.int64)
+        self._binding.bind_cpu_input(self._names["input_ids"], tokens)
+        self._binding.bind_cpu_input(self._names["attention_mask"], mask)
+        self._binding.bind_output(self._names["logits"])
+        self._session.run_with_iobinding(self._binding)
+        self._length = total
+        return np.asarray(self._binding.get_outputs()[-1].numpy()[0])
+
+    def _reserve(self, rows: int) -> None:
+        if rows <= self._capacity:
+            return
+        capacity = min(max(FIRST_ROWS, 1 << (rows - 1).bit_length()), self.context_size)
+        shape = (1, self._heads, capacity, self._head_size)
+        grown = []
+        for index in range(2 * self.layers):
+            buffer = np.zeros(shape, dtype=self._type)
+            if self._buffers:
+                buffer[:, :, : self._length] = self._buffers[index][:, :, : self._length]
+            grown.append(buffer)
+        self._buffers, self._capacity = grown, capacity
+        self._bind_buffers()
+
+    def _bind_buffers(self) -> None:
+        self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
+        for layer in range(self.layers):
+            for offset, kind in enumerate(("key", "value")):
+                value = onnxruntime.OrtValue.ortvalue_from_numpy(self._buffers[2 * layer + offset])
+                self._binding.bind_ortvalue_input(self._names[f"past_{kind}_names"] % layer, value)
+                self._binding.bind_ortvalue_output(self._names[f"present_{kind}_names"] % layer, value)
+
+    def _kv_type(self, graph: Path) -> Any:
+        types = {node.name: node.type for node in self._session.get_inputs()}
+        kind = types.get(self._names["past_key_names"] % 0)
+        if kind not in _NUMPY_TYPES:
+            raise ModelLoadError(
+                f"{graph}: its past keys are {kind or 'missing'}; export it with edge-client export-draft"
+            )
+        return _NUMPY_TYPES[kind]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "genai_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"{file}: {error.strerror}; a draft is made by edge-client export-draft") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
+    return dict(content)
+
+
+def _open_session(graph: Path, threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.enable_mem_pattern = False
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ModelLoadError(f"draft model {graph} cannot be loaded: {str(error).splitlines()[0]}") from error

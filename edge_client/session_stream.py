@@ -1,0 +1,145 @@
+"""One session's stream through all cuts: open, resume, reopen elsewhere, end. Frames in and out, nothing of text.
+
+Must not know: drafting, text, gRPC. Called by `generate`. What makes a cut harmless: the committed ids held by the
+device are all it takes to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from edge_client.transport import Connection, Traffic, Transport
+from shared.codec import error_of
+from shared.errors import DraftwireError, Overloaded, RemoteProtocolError, SessionNotFound, TransportError
+from shared.randomness import ids_digest
+from shared.types import Close, DownFrame, Fault, Finished, Open, Opened, Resume, UpFrame
+
+RECONNECT_TRIES = 6
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 3.0
+GOODBYE_S = 1.0
+
+
+class SessionStream:
+    """At most one connection at a time, and what it takes to replace it."""
+
+    def __init__(
+        self, transport: Transport, request: Open, on_opened: Callable[[Opened], None], tries: int = RECONNECT_TRIES
+    ) -> None:
+        """`on_opened` is called after every successful open, resume or reopen; `tries` bound one reconnect."""
+        self.request = request
+        self.ids = list(request.ids)
+        """All ids held: the context and what was committed since."""
+        self.opened: Opened | None = None
+        self.finished: Finished | None = None
+        self.traffic = Traffic()
+        self.reconnects = 0
+        self._transport, self._on_opened, self._tries = transport, on_opened, tries
+        self._connection: Connection | None = None
+        self._receive: asyncio.Task[DownFrame | None] | None = None
+        self._is_taken = True
+
+    async def send(self, frame: UpFrame) -> None:
+        """Raises: TransportError if the stream is cut."""
+        assert self._connection is not None
+        await self._connection.send(frame)
+
+    def receiving(self) -> asyncio.Task[DownFrame | None]:
+        """The read in progress; the next call after it is done starts another.
+
+        It is never cancelled while the stream is wanted, for that would cancel the stream.
+        """
+        if self._receive is None or self._is_taken:
+            assert self._connection is not None
+            self._receive, self._is_taken = asyncio.ensure_future(self._connection.receive()), False
+        return self._receive
+
+    def take(self) -> DownFrame | None:
+        """The frame of the read that is done. Raises: TransportError if the stream is cut."""
+        assert self._receive is not None
+        self._is_taken = True
+        frame = self._receive.result()
+        if isinstance(frame, Finished) and frame.epoch == self.request.epoch:
+            self.finished = frame
+        return frame
+
+    async def open(self) -> None:
+        """A new session, from what is held: the first, or one that carries the text to another verifier.
+
+        Raises: what the verifier answers, or TransportError.
+        """
+        request = self.request
+        if self.opened is not None:
+            request = replace(request, ids=tuple(self.ids), seed=self.opened.seed, target_id=self.opened.target_id)
+        await self._attach(request)
+
+    async def _attach(self, frame: Open | Resume) -> None:
+        await self._disconnect()
+        self._connection = await self._transport.connect(self.traffic)
+        await self.send(frame)
+        await self.receiving()
+        match self.take():
+            case Opened() as opened:
+                self.opened = opened
+                self._on_opened(opened)
+            case Fault() as fault:
+                raise error_of(fault)
+            case None:
+                raise TransportError("the verifier ended the stream")
+            case other:
+                raise RemoteProtocolError(f"{type(other).__name__} came instead of Opened", field="frame")
+
+    async def reconnect(self, cause: DraftwireError) -> None:
+        """Resumes the session, or reopens it where it is not known; waits longer after each failure.
+
+        Raises: the last failure when the tries are used up.
+        """
+        for attempt in range(self._tries):
+            backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            try:
+                await self._resume_or_reopen()
+                self.reconnects += 1
+                return
+            except (TransportError, Overloaded) as error:
+                cause = error
+        raise cause
+
+    async def _resume_or_reopen(self) -> None:
+        if self.opened is None:
+            await self.open()
+            return
+        resume = Resume(self.opened.session_id, self.opened.epoch, len(self.ids), ids_digest(self.ids))
+        try:
+            await self._attach(resume)
+        except SessionNotFound:
+            await self.open()
+
+    async def say_goodbye(self) -> None:
+        """Closes the session, hears the verifier out for its usage, ends the stream. Never raises, bounded in time."""
+        if self._connection is None:
+            return
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self.send(Close(self.request.epoch, len(self.ids)))
+                while True:
+                    await self.receiving()
+                    if self.take() is None:
+                        break
+        except (DraftwireError, TimeoutError):
+            pass
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive.cancel()
+            await asyncio.wait({receive})
+            if not receive.cancelled():
+                receive.exception()
+        if connection is not None:
+            await connection.close()

