@@ -182,14 +182,16 @@ class SpeculativeClient:
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
         pace: PaceKind | None = None,
+        hint_tokens: int | None = None,
+        hint_width: int | None = None,
         logprobs: bool = False,
         keep_special: bool = False,
         on_open: Callable[[int], None] = lambda seed: None,
     ) -> AsyncGenerator[Event, None]:
         """Events of one generation, `Done` last. A raw prompt, chat messages, or ids.
 
-        `sampling` None takes the target's generation defaults; `stop_ids` None the target's; `on_open` is told the
-        session's seed. Leaving the iteration early ends the generation on both sides.
+        What is None comes from the target (`sampling`, `stop_ids`) or the settings (`pace`, `hint_tokens`,
+        `hint_width`); `on_open` is told the session's seed. Leaving the iteration early ends both sides.
         Raises: ConfigError, RemoteProtocolError (naming the field), TransportError, SessionError, ModelError.
         """
         ids = self._prompt_ids(prompt)
@@ -208,7 +210,8 @@ class SpeculativeClient:
         )
         text = TextStream(self.tokenizer.vocabulary, _checked_stops(stop), keep_special=keep_special)
         async with self._in_use:
-            drafter = self._drafter if self.config.hint_tokens > 0 else None
+            depth = self.config.hint_tokens if hint_tokens is None else hint_tokens
+            drafter = self._drafter if depth > 0 else None
             if drafter is None and pace is None:
                 request = replace(request, pace=PaceKind.RUN_ON)
             generation = Generation(
@@ -216,7 +219,7 @@ class SpeculativeClient:
                 request,
                 drafter,
                 text,
-                budget=Budget(self.config.hint_tokens or 1, self._width(request)),
+                budget=Budget(max(1, depth), self._width(request, hint_width)),
                 executor=self._executor,
                 secret=self._secret,
             )
@@ -255,9 +258,9 @@ class SpeculativeClient:
         assert self._transport is not None
         return self._transport
 
-    def _width(self, request: Open) -> int:
+    def _width(self, request: Open, asked: int | None) -> int:
         is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
-        return 1 if is_chain else self.config.hint_width
+        return 1 if is_chain else asked or self.config.hint_width
 
     def _prompt_ids(self, prompt: str | Messages | Sequence[int]) -> list[int]:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):

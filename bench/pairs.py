@@ -1,0 +1,61 @@
+"""The pairs that benchmarks speak of, and their prompts.
+
+Prompts are read from the data folder beside the checkout (`../shared/data`, or $DRAFTWIRE_BENCH_DATA); without it a few
+built-in ones serve.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+BUILT_IN = (
+    "Explain what a rainbow is in three sentences.",
+    "Write a Python function that checks whether a number is prime.",
+    "List five uses of a paper clip.",
+    "Translate into French: The weather is fine today.",
+    "A train leaves at 9:40 and arrives at 12:05. How long is the journey?",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and the draft that goes with it, by bundle name."""
+
+    target: str
+    draft: str
+    precision: str = "auto"
+
+
+PAIRS = {
+    "smollm2": Pair("smollm2-135m", "smollm2-135m"),
+    "smollm2-int4": Pair("smollm2-135m", "smollm2-135m", "int4"),
+    "smollm2-fp32": Pair("smollm2-135m", "smollm2-135m", "fp32"),
+    "qwen": Pair("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"),
+}
+
+
+def pair(name: str) -> Pair:
+    """The pair of this name. Raises: ConfigError listing the known ones."""
+    if name not in PAIRS:
+        raise ConfigError(f"unknown pair {name!r}; there are {', '.join(PAIRS)}", field="pair")
+    return PAIRS[name]
+
+
+def data_folder() -> Path:
+    """Where the prompt sets lie, whether or not they are there."""
+    return Path(os.environ.get("DRAFTWIRE_BENCH_DATA") or Path(__file__).parents[2] / "shared" / "data")
+
+
+def spec_bench_prompts(count: int, max_characters: int = 1200) -> list[str]:
+    """First turns of Spec-Bench, spread over its categories; repeats of the built-in ones if it is not there."""
+    file = data_folder() / "spec_bench.jsonl"
+    if not file.exists():
+        return [BUILT_IN[index % len(BUILT_IN)] for index in range(count)]
+    turns = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()]
+    short = [turn for turn in turns if len(turn) <= max_characters]
+    return [short[index * len(short) // count] for index in range(count)]
