@@ -153,7 +153,7 @@ async def _measure(
     references: dict[tuple[str, int], list[PlainStep]],
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    config = ClientConfig(verifier=address, draft=chosen.draft, precision=chosen.precision)  # type: ignore[arg-type]
+    config = ClientConfig(verifier=address, draft=chosen.draft, precision=chosen.precision)
     rows = []
     async with SpeculativeClient(config) as client:
         bad_drafter = BadDrafter(client.tokenizer.vocabulary.size)

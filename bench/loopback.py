@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         base = ClientConfig(
             verifier=verifier.address,
             draft=chosen.draft,
-            precision=chosen.precision,  # type: ignore[arg-type]
+            precision=chosen.precision,
             hint_width=args.hint_width,
         )
         rows = []

@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shared.errors import ConfigError
 
@@ -22,13 +23,16 @@ BUILT_IN = (
 )
 
 
+Precision = Literal["auto", "int4", "int8", "fp32"]
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target and the draft that goes with it, by bundle name."""
 
     target: str
     draft: str
-    precision: str = "auto"
+    precision: Precision = "auto"
 
 
 PAIRS = {

@@ -55,7 +55,8 @@ class PlainTarget:
         """The text after `ids`, up to and with a stop id."""
         from transformers import DynamicCache
 
-        cache, fed, steps = DynamicCache(config=self._model.config), list(ids), []
+        cache, fed = DynamicCache(config=self._model.config), list(ids)
+        steps: list[PlainStep] = []
         sequence = list(ids)
         while len(steps) < max_new_tokens:
             output = self._model(torch.tensor([fed]), past_key_values=cache)

@@ -28,11 +28,13 @@ from shared.errors import (
     SessionDisplaced,
     SessionNotFound,
     Unimplemented,
+    VerifierUnavailable,
 )
 from shared.types import (
     PROTOCOL_VERSION,
     Close,
     DownFrame,
+    Draining,
     Edit,
     Fault,
     Hint,
@@ -86,6 +88,10 @@ class Engine(Protocol):
 
     async def resume(self, frame: Resume) -> EngineStream:
         """An old session. Raises: SessionNotFound, PrefixMismatch, DeviceFailure."""
+        ...
+
+    async def drain(self, within_ms: int) -> None:
+        """Tells every attached device to reopen elsewhere and ends its stream with a retryable error."""
         ...
 
 
@@ -191,6 +197,18 @@ class TorchEngine:
     async def resume(self, frame: Resume) -> TorchStream:
         """See Engine."""
         return await self._on_worker(lambda sink: self._resume(frame, sink))
+
+    async def drain(self, within_ms: int) -> None:
+        """See Engine."""
+
+        def end_streams(_: _QueueSink) -> None:
+            for session in self._sessions.values():
+                if session.sink is not None:
+                    session.sink.send(Draining(within_ms))
+                    session.sink.end(VerifierUnavailable("the verifier is going away"))
+                    session.sink, session.detached_at = None, self._clock()
+
+        await self._on_worker(end_streams)
 
     def submit(self, command: Callable[[], None]) -> None:
         """Runs a command on the worker's thread."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,7 @@ class Server:
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
         ]
+        self._engine = engine
         self._grpc = grpc.aio.server(options=options)
         self.health = HealthServicer()
         verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierService(engine, valid_ids), self._grpc)  # type: ignore[arg-type]
@@ -114,6 +116,7 @@ class Server:
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises: ConfigError if the port cannot be had."""
+        _check_free(host, port)
         try:
             bound = self._grpc.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
@@ -129,9 +132,25 @@ class Server:
             await self.health.set(name, status)
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """NOT_SERVING at once; streams in progress get `grace_s`, then a retryable status."""
+        """NOT_SERVING at once; devices are told, streams end with a retryable status, within `grace_s`."""
         await self.set_serving(False)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._engine.drain(int(grace_s * 1000))
+        except (TimeoutError, DeviceFailure) as error:
+            log.warning("streams are cut: %s", error or "the device thread is busy")
         await self._grpc.stop(grace_s)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Asks the system before gRPC does, which would log its own lines. Raises: ConfigError naming host and port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
 
 
 def load(config: VerifierConfig) -> LoadedTarget:

@@ -36,6 +36,7 @@ CONNECTION_OPTIONS = (
     ("--pace", "PACE", "auto, wait or run_on (default: auto)"),
     ("--run-ahead", "N", "ids the verifier may commit unacknowledged (default: 256)"),
     ("--timeout-s", "S", "how long to wait for a verifier (default: 5)"),
+    ("--reconnect-for-s", "S", "how long to try again after a cut in mid text (default: 60)"),
 )
 
 
@@ -143,8 +144,6 @@ def _sampling(args: argparse.Namespace, defaults: SamplingParams) -> SamplingPar
 
 
 def _options(args: argparse.Namespace, client: SpeculativeClient) -> dict[str, Any]:
-    if args.seed is not None and not 0 <= args.seed < 2**64:
-        raise ConfigError(f"seed must be from 0 to 2^64-1, got {args.seed}", field="seed")
     return {
         "max_new_tokens": args.max_new_tokens,
         "sampling": _sampling(args, client.card.generation_defaults),
@@ -157,6 +156,10 @@ def _options(args: argparse.Namespace, client: SpeculativeClient) -> dict[str, A
 def _check_before_loading(args: argparse.Namespace) -> None:
     """What can be refused without a model or a verifier is refused at once."""
     _sampling(args, SamplingParams())
+    if args.seed is not None and not 0 <= args.seed < 2**64:
+        raise ConfigError(f"seed must be from 0 to 2^64-1, got {args.seed}", field="seed")
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1, got {args.max_new_tokens}", field="max_new_tokens")
 
 
 async def _generate(args: argparse.Namespace) -> int:

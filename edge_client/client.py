@@ -57,6 +57,8 @@ class ClientConfig:
     """Ids the verifier may commit past what this device has acknowledged."""
     timeout_s: float = 5.0
     """How long to wait for a verifier to answer at all."""
+    reconnect_for_s: float = 60.0
+    """How long to try again after a cut in mid text before giving up; 0 gives up at once."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -67,6 +69,7 @@ class ClientConfig:
                 "hint_width": (1, 16),
                 "run_ahead": (1, 65536),
                 "timeout_s": (0.05, 600),
+                "reconnect_for_s": (0, 86_400),
             },
         )
 
@@ -222,6 +225,7 @@ class SpeculativeClient:
                 budget=Budget(max(1, depth), self._width(request, hint_width)),
                 executor=self._executor,
                 secret=self._secret,
+                reconnect_for_s=self.config.reconnect_for_s,
             )
             async with aclosing(generation.run()) as events:
                 is_told = False

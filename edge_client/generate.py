@@ -16,7 +16,7 @@ from typing import Any
 
 from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
 from edge_client.events import Committed, Done, Event, FinishReason, Piece, Report, State, StateChanged
-from edge_client.session_stream import SessionStream
+from edge_client.session_stream import RECONNECT_FOR_S, SessionStream
 from edge_client.text import TextStream
 from edge_client.transport import Transport
 from shared.codec import error_of
@@ -74,9 +74,10 @@ class Generation:
         budget: Budget,
         executor: Executor,
         secret: int,
+        reconnect_for_s: float = RECONNECT_FOR_S,
     ) -> None:
         """`drafter` None: plain streaming. `secret` keys the draft draws of the rejection rule."""
-        self._stream = SessionStream(transport, request, self._begin)
+        self._stream = SessionStream(transport, request, self._begin, reconnect_for_s)
         self._drafter, self._text = drafter, text
         self._budget, self._executor, self._secret = budget, executor, secret
         self._outstanding: _Outstanding | None = None

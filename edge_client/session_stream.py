@@ -17,19 +17,24 @@ from shared.errors import DraftwireError, Overloaded, RemoteProtocolError, Sessi
 from shared.randomness import ids_digest
 from shared.types import Close, DownFrame, Fault, Finished, Open, Opened, Resume, UpFrame
 
-RECONNECT_TRIES = 6
 FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 3.0
+MAX_BACKOFF_S = 2.0
 GOODBYE_S = 1.0
+RECONNECT_FOR_S = 60.0
+"""Bridges a verifier that restarts and loads its model again."""
 
 
 class SessionStream:
     """At most one connection at a time, and what it takes to replace it."""
 
     def __init__(
-        self, transport: Transport, request: Open, on_opened: Callable[[Opened], None], tries: int = RECONNECT_TRIES
+        self,
+        transport: Transport,
+        request: Open,
+        on_opened: Callable[[Opened], None],
+        reconnect_for_s: float = RECONNECT_FOR_S,
     ) -> None:
-        """`on_opened` is called after every successful open, resume or reopen; `tries` bound one reconnect."""
+        """`on_opened` is called after every successful open, resume or reopen; `reconnect_for_s` bounds one cut."""
         self.request = request
         self.ids = list(request.ids)
         """All ids held: the context and what was committed since."""
@@ -37,7 +42,7 @@ class SessionStream:
         self.finished: Finished | None = None
         self.traffic = Traffic()
         self.reconnects = 0
-        self._transport, self._on_opened, self._tries = transport, on_opened, tries
+        self._transport, self._on_opened, self._reconnect_for_s = transport, on_opened, reconnect_for_s
         self._connection: Connection | None = None
         self._receive: asyncio.Task[DownFrame | None] | None = None
         self._is_taken = True
@@ -95,11 +100,13 @@ class SessionStream:
     async def reconnect(self, cause: DraftwireError) -> None:
         """Resumes the session, or reopens it where it is not known; waits longer after each failure.
 
-        Raises: the last failure when the tries are used up.
+        Raises: the last failure when the time is used up.
         """
-        for attempt in range(self._tries):
-            backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt)
+        give_up_at = asyncio.get_running_loop().time() + self._reconnect_for_s
+        backoff_s = FIRST_BACKOFF_S
+        while asyncio.get_running_loop().time() < give_up_at:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
             try:
                 await self._resume_or_reopen()
                 self.reconnects += 1

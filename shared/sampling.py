@@ -70,7 +70,7 @@ def _problems(params: SamplingParams) -> Iterable[tuple[str, str]]:
     for name, low, high in ranges:
         value = getattr(params, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            yield name, f"{name} must be a number from {low:g} to {high:g}, got {value!r}"
+            yield name, f"{name} must be a number from {low} to {high}, got {value!r}"
     if isinstance(params.top_k, float):
         yield "top_k", f"top_k must be a whole number, got {params.top_k!r}"
     yield from _bias_problems(params.logit_bias)
