@@ -7,8 +7,8 @@ back through `call_soon_threadsafe`. The event loop never runs a forward.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, TypeVar
@@ -22,6 +22,7 @@ from shared.codec import fault_of
 from shared.errors import (
     DeviceFailure,
     DraftwireError,
+    LocalProtocolError,
     ModelMismatch,
     Overloaded,
     RemoteProtocolError,
@@ -47,6 +48,8 @@ from shared.types import (
     Score,
     SessionId,
 )
+
+log = logging.getLogger("draftwire.engine")
 
 T = TypeVar("T")
 
@@ -149,6 +152,9 @@ class TorchStream:
             self._engine.handle(self._session, frame)
         except DraftwireError as error:
             self._sink.send(fault_of(error, type(frame).__name__.lower()))
+        except Exception as error:  # one session's trouble stays one session's
+            log.exception("a frame of session %s failed", self._session.id.hex())
+            self._engine.end_with(self._session, LocalProtocolError(f"internal error: {error!r}"))
 
     def refuse(self, fault: Fault) -> None:
         """See EngineStream."""
@@ -226,6 +232,10 @@ class TorchEngine:
                 loop.call_soon_threadsafe(_settle, result, value, None)
             except DraftwireError as error:
                 loop.call_soon_threadsafe(_settle, result, None, error)
+            except Exception as error:
+                log.exception("a command failed")
+                failure = LocalProtocolError(f"internal error: {error!r}")
+                loop.call_soon_threadsafe(_settle, result, None, failure)
 
         self.submit(command)
         outcome: T = await result
@@ -322,7 +332,7 @@ class TorchEngine:
         self._forget(session)
 
     def detach(self, session: Session, sink: _QueueSink) -> None:
-        """The stream is gone: the session waits for its lease, unless a newer stream has it."""
+        """The stream is gone: the session waits for its lease, unless a newer stream has it. On the event loop."""
 
         def command() -> None:
             if session.sink is sink:
@@ -334,9 +344,15 @@ class TorchEngine:
                 self._forget(session)
 
         self.submit(command)
-        timer = threading.Timer(self._card.limits.lease_ms / 1000 + 0.05, lambda: self.submit(expire))
-        timer.daemon = True
-        timer.start()
+        lease_s = self._card.limits.lease_ms / 1000
+        asyncio.get_running_loop().call_later(lease_s + 0.05, self.submit, expire)
+
+    def end_with(self, session: Session, error: DraftwireError) -> None:
+        """(worker) Ends one session with an error; the others go on."""
+        if session.sink is not None:
+            session.sink.send(fault_of(error, ""))
+            session.sink.end(error)
+        self._forget(session)
 
     def _drop_longest_detached(self) -> bool:
         absent = [session for session in self._sessions.values() if session.detached_at is not None]

@@ -20,7 +20,7 @@ from cloud_verifier.scheduler import PlannedRow, Scheduler, StepPlan
 from cloud_verifier.sessions import Session
 from cloud_verifier.target_model import RowInput, TargetModel
 from shared.codec import fault_of
-from shared.errors import DeviceFailure, DraftwireError, NumericalError
+from shared.errors import DeviceFailure, DraftwireError, LocalProtocolError
 from shared.types import Commit, Reason
 
 log = logging.getLogger("draftwire.worker")
@@ -69,10 +69,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._take_commands():
-                plan = self.scheduler.plan(self._clock())
-                if plan is not None:
-                    self.run_step(plan)
+            self._serve()
         except Exception as error:
             failure = error if isinstance(error, DeviceFailure) else DeviceFailure(f"internal error: {error!r}")
             log.critical("the device thread ends: %s", failure, exc_info=not isinstance(error, DeviceFailure))
@@ -81,23 +78,29 @@ class Worker:
                 self._end_with(session, failure)
             self._on_failure(failure)
 
-    def _take_commands(self) -> bool:
-        """Runs waiting commands; sleeps until there is a command or something to do. False: stop."""
-        is_idle = self.scheduler.plan(self._clock()) is None
-        while True:
-            try:
-                command = self._commands.get(block=is_idle, timeout=self._sleep_s() if is_idle else None)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            is_idle = False
+    def _serve(self) -> None:
+        while self._run_commands(wait_s=0.0):
+            plan = self.scheduler.plan(self._clock())
+            if plan is not None:
+                self.run_step(plan)
+            elif not self._run_commands(wait_s=self._sleep_s()):
+                return
+
+    def _run_commands(self, wait_s: float | None) -> bool:
+        """Runs waiting commands; without any, waits for one so long (None: for ever). False: stop."""
+        try:
+            command = self._commands.get(block=wait_s != 0, timeout=wait_s)
+            while command is not None:
+                command()
+                command = self._commands.get_nowait()
+            return False
+        except queue.Empty:
+            return True
 
     def _sleep_s(self) -> float | None:
         now = self._clock()
         wake_at = self.scheduler.wake_at(now)
-        return None if wake_at is None else wake_at - now
+        return None if wake_at is None else max(0.001, wake_at - now)
 
     # ------------------------------------------------------------ a step
 
@@ -123,13 +126,16 @@ class Worker:
             else:
                 self._commit(row, verdict, step_us, len(plan.rows))
 
-    def _verdict(self, row: PlannedRow, scores: torch.Tensor) -> Verdict | NumericalError | None:
+    def _verdict(self, row: PlannedRow, scores: torch.Tensor) -> Verdict | DraftwireError | None:
         if not row.is_judged:
             return None
         try:
             return self._judge.judge(row, scores)
-        except NumericalError as error:
+        except DraftwireError as error:
             return error
+        except Exception as error:  # one session's trouble stays one session's
+            log.exception("judging session %s failed", row.session.id.hex())
+            return LocalProtocolError(f"internal error while judging: {error!r}")
 
     def _commit(self, row: PlannedRow, verdict: Verdict | None, step_us: int, batch_size: int) -> None:
         session = row.session

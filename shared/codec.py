@@ -32,6 +32,7 @@ _REASONS = {
     pb.REASON_CANCELLED: t.Reason.CANCELLED,
 }
 _CONFIDENCE_STEP = 16
+MAX_BIASES = 1024
 _LIMIT_FIELDS = tuple(t.Limits.__dataclass_fields__)
 
 
@@ -101,13 +102,14 @@ def encode_sampling(params: SamplingParams) -> pb.Sampling:
     return message
 
 
-def decode_sampling(message: pb.Sampling) -> SamplingParams:
+def decode_sampling(message: pb.Sampling, rim: Rim) -> SamplingParams:
     """Raises RemoteProtocolError naming the field that is out of range."""
     optional = {
         name: getattr(message, name)
         for name in ("temperature", "top_p", "repetition_penalty")
         if message.HasField(name)
     }
+    _ids(list(message.logit_bias), "sampling.logit_bias", rim, MAX_BIASES)
     try:
         return SamplingParams(
             **optional,
@@ -161,7 +163,7 @@ def _decode_open(message: pb.Open, rim: Rim) -> t.Open:
         ids=ids,
         generated_from=message.generated_from,
         fingerprint=message.fingerprint,
-        sampling=decode_sampling(message.sampling),
+        sampling=decode_sampling(message.sampling, rim),
         max_new_tokens=message.max_new_tokens,
         epoch=t.Epoch(message.epoch),
         seed=message.seed if message.HasField("seed") else None,
@@ -266,7 +268,7 @@ def _decode_edit(message: pb.Edit, rim: Rim) -> t.Edit:
         keep=message.keep,
         append_ids=_ids(message.append_ids, "edit.append_ids", rim, rim.limits.max_context_tokens),
         seed=message.seed if message.HasField("seed") else None,
-        sampling=decode_sampling(message.sampling) if message.HasField("sampling") else None,
+        sampling=decode_sampling(message.sampling, rim) if message.HasField("sampling") else None,
     )
 
 
@@ -546,7 +548,7 @@ def decode_card(message: pb.DescribeReply) -> t.ModelCard:
         chat_template=message.chat_template,
         special_tokens=dict(message.special_tokens),
         stop_ids=tuple(message.stop_ids),
-        generation_defaults=decode_sampling(message.generation_defaults),
+        generation_defaults=decode_sampling(message.generation_defaults, Rim()),
         rules=tuple(_enum(_RULES, rule, "describe.rules") for rule in message.rules),
         lowest_version=message.lowest_version,
         highest_version=message.highest_version,

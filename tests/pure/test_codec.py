@@ -235,11 +235,11 @@ def test_a_model_card_comes_out_the_same(card: t.ModelCard) -> None:
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.0, 1, 0.0, 1.0, 1.5, -1.0, 2.0, {3: -math.inf})])
 def test_zero_and_default_parameters_are_not_taken_for_each_other(params: SamplingParams) -> None:
     message = pb.Sampling.FromString(codec.encode_sampling(params).SerializeToString())
-    assert codec.decode_sampling(message) == params
+    assert codec.decode_sampling(message, codec.Rim()) == params
 
 
 def test_absent_parameters_mean_off() -> None:
-    assert codec.decode_sampling(pb.Sampling()) == SamplingParams()
+    assert codec.decode_sampling(pb.Sampling(), codec.Rim()) == SamplingParams()
     assert codec.encode_sampling(SamplingParams()).ByteSize() == 0
 
 
