@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from shared.config import load_config
-from shared.errors import DraftwireError
+from shared.errors import ConfigError, DraftwireError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,10 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(file: Path | None, given: dict[str, object]) -> int:
-    from cloud_verifier.server import VerifierConfig, load, serve  # torch is slow to import: not for --help
+    try:
+        from cloud_verifier.server import VerifierConfig, check_free, load, serve  # torch is slow: not for --help
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: a verifier needs pip install 'draftwire[cloud]'") from error
 
     assert set(given) == {field.name for field in fields(VerifierConfig)}
     config = load_config(VerifierConfig, "verifier", file=file, environment=os.environ, arguments=given)
+    check_free(config.host, config.port)
     loaded = load(config)
     return asyncio.run(serve(config, loaded, lambda line: print(line, flush=True)))
 

@@ -27,8 +27,9 @@ from shared.vocabulary import Vocabulary
 log = logging.getLogger("draftwire.loading")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SELF_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""Largest allowed difference of scores, relative to the largest score."""
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Allowed root mean square difference of scores, relative to theirs. On SmolLM2 a right forward differs by 1e-6, 0.003
+and 0.03, one with a wrong tree mask by 0.13 or more."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def load_target(folder: Path, name: str, dtype: str, device: str, limits: Limits
     context_size = min(int(lm.config.max_position_embeddings), limits.max_context_tokens)
     model = TorchTarget(lm, context_size)
     worst = self_check(model, SELF_CHECK_TOLERANCE[torch_dtype])
-    log.info("self-check of %s: largest difference %.2g of the largest score", name, worst)
+    log.info("self-check of %s: relative difference %.2g", name, worst)
     card = _card(folder, name, dtype, vocabulary, context_size, limits)
     return LoadedTarget(model, card, vocabulary.valid_mask(rows))
 

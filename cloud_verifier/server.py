@@ -116,7 +116,7 @@ class Server:
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises: ConfigError if the port cannot be had."""
-        _check_free(host, port)
+        check_free(host, port)
         try:
             bound = self._grpc.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
@@ -142,7 +142,7 @@ class Server:
         await self._grpc.stop(grace_s)
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
     """Asks the system before gRPC does, which would log its own lines. Raises: ConfigError naming host and port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -6,8 +6,9 @@ Must not know: anything below `client`. Runs the client's event loop on a thread
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -16,6 +17,8 @@ from edge_client.events import Event, Result
 from shared.types import ModelCard
 
 T = TypeVar("T")
+
+END_TIMEOUT_S = 5.0
 
 
 class BlockingClient:
@@ -54,14 +57,36 @@ class BlockingClient:
         return self._call(self._client.generate(prompt, **options))
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[Event]:
-        """See SpeculativeClient.stream; closing the iterator ends the generation."""
-        assert self._client is not None
-        events = self._client.stream(prompt, **options)
+        """See SpeculativeClient.stream; closing the iterator, or Ctrl-C, ends the generation on both sides."""
+        handed: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        ended = threading.Event()
+        pump = asyncio.run_coroutine_threadsafe(self._pump(prompt, options, handed, ended), self._loop)
         try:
-            while (event := self._call(_next(events))) is not None:
-                yield event
+            while (item := handed.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
         finally:
-            self._call(_close(events))
+            pump.cancel()
+            ended.wait(END_TIMEOUT_S)
+
+    async def _pump(
+        self,
+        prompt: Any,
+        options: dict[str, Any],
+        handed: queue.SimpleQueue[Event | BaseException | None],
+        ended: threading.Event,
+    ) -> None:
+        assert self._client is not None
+        try:
+            async with aclosing(self._client.stream(prompt, **options)) as events:
+                async for event in events:
+                    handed.put(event)
+        except Exception as error:
+            handed.put(error)
+        finally:
+            handed.put(None)
+            ended.set()
 
     async def _connect(self) -> None:
         self._client = SpeculativeClient(self._config, **self._parts)
@@ -72,18 +97,14 @@ class BlockingClient:
             raise
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C here must end the work there
+            future.cancel()
+            raise
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
-
-
-async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(events, None)
-
-
-async def _close(events: AsyncGenerator[Event, None]) -> None:
-    async with aclosing(events):
-        pass

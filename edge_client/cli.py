@@ -33,7 +33,7 @@ CONNECTION_OPTIONS = (
     ("--threads", "N", "CPU threads of the draft model (default: 1)"),
     ("--hint-tokens", "N", "ids drafted ahead, 0 streams from the verifier (default: 8)"),
     ("--hint-width", "N", "alternatives per position, 1 for chains (default: 1)"),
-    ("--pace", "PACE", "auto, wait or run_on (default: auto)"),
+    ("--pace", "PACE", "auto, wait or run_on (default: wait)"),
     ("--run-ahead", "N", "ids the verifier may commit unacknowledged (default: 256)"),
     ("--timeout-s", "S", "how long to wait for a verifier (default: 5)"),
     ("--reconnect-for-s", "S", "how long to try again after a cut in mid text (default: 60)"),
@@ -175,16 +175,15 @@ async def _generate(args: argparse.Namespace) -> int:
             result = await client.generate(content, **options)
             print(json.dumps({"text": result.text, "seed": result.seed, **report_fields(result.report, result.reason)}))
             return 0
-        _, done = await _show(client, content, options)
-        if not args.no_stats:
-            print(report_line(done.report), file=sys.stderr)
+        await _show(client, content, options, not args.no_stats)
     return 0
 
 
-async def _show(client: SpeculativeClient, content: Any, options: dict[str, Any]) -> tuple[str, Done]:
-    """Streams one text to the terminal."""
+async def _show(client: SpeculativeClient, content: Any, options: dict[str, Any], with_figures: bool) -> str:
+    """Streams one text to the terminal, and under it a line of figures; returns the text."""
     printer, text = TextPrinter(sys.stdout), ""
-    async with aclosing(client.stream(content, **options)) as events:
+    seeds: list[int] = []
+    async with aclosing(client.stream(content, on_open=seeds.append, **options)) as events:
         async for event in events:
             match event:
                 case Committed():
@@ -194,7 +193,10 @@ async def _show(client: SpeculativeClient, content: Any, options: dict[str, Any]
                     printer.state(event)
                 case Done():
                     printer.end()
-                    return text, event
+                    if with_figures:
+                        seed = None if options["sampling"].is_greedy else seeds[0]
+                        print(report_line(event.report, seed), file=sys.stderr)
+                    return text
     raise AssertionError("a generation ends with Done")
 
 
@@ -211,10 +213,8 @@ async def _chat(args: argparse.Namespace) -> int:
                 turns = list(start)
                 continue
             turns.append({"role": "user", "content": line})
-            text, done = await _show(client, turns, _options(args, client))
+            text = await _show(client, turns, _options(args, client), not args.no_stats)
             turns.append({"role": "assistant", "content": text})
-            if not args.no_stats:
-                print(report_line(done.report), file=sys.stderr)
     return 0
 
 

@@ -51,8 +51,9 @@ class ClientConfig:
     """Ids drafted ahead; 0 drafts nothing and streams from the verifier."""
     hint_width: int = 1
     """Alternatives at each position: 1 sends chains, more send trees. The rejection rule sends chains only."""
-    pace: Literal["auto", "wait", "run_on"] = "auto"
-    """When the verifier runs: wait for hints (fewest forwards), run on (lowest latency), or by its load."""
+    pace: Literal["auto", "wait", "run_on"] = "wait"
+    """When the verifier runs: wait for hints (fewest forwards), run on (never slower than streaming), or by its load.
+    While the device drafts only between commits, waiting for its hints is what pays."""
     run_ahead: int = DEFAULT_RUN_AHEAD
     """Ids the verifier may commit past what this device has acknowledged."""
     timeout_s: float = 5.0
@@ -94,7 +95,6 @@ class SpeculativeClient:
         self._card: ModelCard | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="draftwire-draft")
         self._in_use = asyncio.Lock()
-        self._secret = secrets.randbits(64)
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -111,10 +111,9 @@ class SpeculativeClient:
         Raises: VerifierUnavailable, ModelMismatch (naming both models and the first difference), ModelLoadError.
         """
         config = self.config
-        if self._tokenizer is None:
-            folder = resolve(config.draft, "draft", config.precision)
-            self._tokenizer = TextTokenizer(folder)
-        vocabulary = self._tokenizer.vocabulary
+        loop = asyncio.get_running_loop()
+        fingerprint_here = await loop.run_in_executor(self._executor, self._load_text)
+        vocabulary = self.tokenizer.vocabulary
         if self._transport is None:
             self._transport = GrpcTransport(
                 config.verifier, vocabulary.valid_mask(vocabulary.size), timeout_s=config.timeout_s
@@ -123,10 +122,16 @@ class SpeculativeClient:
         if config.target_name and card.model_name != config.target_name:
             raise ModelMismatch(f"the verifier at {config.verifier} serves {card.model_name}, not {config.target_name}")
         target = Fingerprint.from_wire(card.fingerprint_blocks)
-        check_compatible(fingerprint(vocabulary), target, Path(config.draft).name, card.model_name)
+        check_compatible(fingerprint_here, target, Path(config.draft).name, card.model_name)
         if self._drafter is None and config.hint_tokens > 0:
-            self._drafter = await asyncio.get_running_loop().run_in_executor(self._executor, self._build_drafter)
+            self._drafter = await loop.run_in_executor(self._executor, self._build_drafter)
         return card
+
+    def _load_text(self) -> Fingerprint:
+        """(worker thread) Reads the tokenizer, which takes a phone a second."""
+        if self._tokenizer is None:
+            self._tokenizer = TextTokenizer(resolve(self.config.draft, "draft", self.config.precision))
+        return fingerprint(self._tokenizer.vocabulary)
 
     def _build_drafter(self) -> Drafter:
         from edge_client.onnx_drafter import OnnxModel  # onnxruntime: not before a drafter is wanted
@@ -224,7 +229,7 @@ class SpeculativeClient:
                 text,
                 budget=Budget(max(1, depth), self._width(request, hint_width)),
                 executor=self._executor,
-                secret=self._secret,
+                secret=secrets.randbits(64),
                 reconnect_for_s=self.config.reconnect_for_s,
             )
             async with aclosing(generation.run()) as events:

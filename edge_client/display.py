@@ -47,13 +47,14 @@ class TextPrinter:
         self._stream.flush()
 
 
-def report_line(report: Report) -> str:
-    """The figures of one generation in a line."""
+def report_line(report: Report, seed: int | None = None) -> str:
+    """The figures of one generation in a line, and the seed that would write a sampled text again."""
     usage = report.usage
+    seeded = "" if seed is None else f", seed {seed}"
     return (
         f"[{usage.generated_tokens} tokens, {usage.accepted_tokens} accepted, "
         f"{report.forwards_per_token:.2f} forwards/token, {report.up_bytes_per_token:.1f} bytes up/token, "
-        f"{report.tokens_per_s:.1f} tokens/s]"
+        f"{report.tokens_per_s:.1f} tokens/s{seeded}]"
     )
 
 

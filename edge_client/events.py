@@ -5,7 +5,7 @@ Must not know: wire, drafting. Made by `generate`, passed on by `client`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from edge_client.transport import Traffic
@@ -127,4 +127,3 @@ class Result:
     pieces: tuple[Piece, ...] = ()
     logprobs: tuple[float, ...] = ()
     stop: str | None = None
-    warnings: tuple[str, ...] = field(default=())

@@ -20,7 +20,7 @@ from edge_client.session_stream import RECONNECT_FOR_S, SessionStream
 from edge_client.text import TextStream
 from edge_client.transport import Transport
 from shared.codec import error_of
-from shared.errors import RemoteProtocolError, TransportError
+from shared.errors import DeviceFailure, RemoteProtocolError, TransportError
 from shared.randomness import short_digest
 from shared.types import (
     Commit,
@@ -215,7 +215,10 @@ class Generation:
             case Fault(answers="hint" | "pace"):
                 return [await self._stream_alone(f"the verifier refused a {frame.answers}: {frame.message}")]
             case Fault():
-                raise error_of(frame)
+                error = error_of(frame)
+                if isinstance(error, DeviceFailure):  # the verifier goes down; the text goes on elsewhere
+                    raise TransportError(error.message) from error
+                raise error
             case None:
                 raise TransportError("the verifier ended the stream")
             case _:

@@ -165,12 +165,17 @@ class GrpcConnection:
     def __init__(self, call: Any, traffic: Traffic, transport: GrpcTransport) -> None:
         self._call, self._traffic, self._transport = call, traffic, transport
         self._rim = codec.Rim(valid_ids=transport._valid_ids)
+        self._writing: asyncio.Future[None] | None = None
 
     async def send(self, frame: UpFrame) -> None:
-        """See Connection."""
+        """See Connection. A caller that is cancelled here leaves the write to finish: grpc would end the stream."""
         message = codec.encode_up(frame)
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        self._writing = asyncio.ensure_future(self._call.write(message))
+        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            await self._call.write(message)
+            await asyncio.shield(self._writing)
         except grpc.aio.AioRpcError as error:
             raise self._transport._translated(error) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
