@@ -271,6 +271,8 @@ class TorchEngine:
 
     def _open(self, frame: Open, sink: _QueueSink) -> TorchStream:
         """(worker)"""
+        if self.worker.failure is not None:
+            raise self.worker.failure
         if len(self._sessions) >= self._max_sessions and not self._drop_longest_detached():
             raise Overloaded(
                 f"the verifier serves its {self._max_sessions} sessions already", retry_after_ms=RETRY_WHEN_FULL_MS
@@ -295,7 +297,7 @@ class TorchEngine:
     def _resume(self, frame: Resume, sink: _QueueSink) -> TorchStream:
         """(worker)"""
         session = self._sessions.get(frame.session_id)
-        if session is None:
+        if session is None or session.is_dropped:
             raise SessionNotFound("this verifier does not hold the session; reopen it", field="resume.session_id")
         session.check_resume(frame)
         if session.sink is not None:
@@ -368,6 +370,8 @@ class TorchEngine:
 
 def _settle(future: asyncio.Future[T], value: T, error: DraftwireError | None) -> None:
     if future.cancelled():
+        if isinstance(value, TorchStream):  # the device left while its open was waiting for the worker
+            value.detach()
         return
     if error is not None:
         future.set_exception(error)

@@ -54,9 +54,9 @@ class Scheduler:
         """A session to be served from now on."""
         self._sessions[session.id] = session
 
-    def remove(self, session: Session) -> None:
-        """Not served any more."""
-        self._sessions.pop(session.id, None)
+    def maybe_remove(self, session: Session) -> bool:
+        """Not served any more; False if it was not before."""
+        return self._sessions.pop(session.id, None) is not None
 
     def sessions(self) -> Iterable[Session]:
         """All sessions served."""
@@ -66,6 +66,7 @@ class Scheduler:
         """The next step, or None if nothing is runnable now. `now` in seconds."""
         waiting = []
         for session in self._sessions.values():
+            session.note_credit(now)
             if self._is_runnable(session, now):
                 session.runnable_since = now if session.runnable_since is None else session.runnable_since
                 waiting.append(session)

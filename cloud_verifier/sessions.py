@@ -79,6 +79,8 @@ class Session:
         self.idle_since = self.now
         self.runnable_since: float | None = None
         self.detached_at: float | None = None
+        self.paused_since: float | None = None
+        self.is_dropped = False
 
     # ------------------------------------------------------------ reading
 
@@ -115,6 +117,14 @@ class Session:
             limits=self.limits,
             reused_tokens=reused,
         )
+
+    def note_credit(self, now: float) -> None:
+        """While there is no credit the wait for hints stands still: a pause is not idleness."""
+        if self.credit == 0:
+            self.paused_since = now if self.paused_since is None else self.paused_since
+        elif self.paused_since is not None:
+            self.idle_since += now - self.paused_since
+            self.paused_since = None
 
     # ------------------------------------------------------------ frames in
 

@@ -77,6 +77,8 @@ class Worker:
             for session in list(self.scheduler.sessions()):
                 self._end_with(session, failure)
             self._on_failure(failure)
+            while self._run_commands(wait_s=None):  # whoever still asks is told
+                pass
 
     def _serve(self) -> None:
         while self._run_commands(wait_s=0.0):
@@ -190,9 +192,10 @@ class Worker:
         self.drop(session)
 
     def drop(self, session: Session) -> None:
-        """Forgets a session and frees its keys and values."""
-        self.scheduler.remove(session)
-        self._model.release(session.slot)
+        """Forgets a session and frees its keys and values; once, however often it is called."""
+        if self.scheduler.maybe_remove(session):
+            session.is_dropped = True
+            self._model.release(session.slot)
 
 
 def _row_input(row: PlannedRow) -> RowInput:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shared import agreement, rejection
 from shared.randomness import draft_unit, ids_digest
 from shared.rejection import QRow
-from shared.sampling import Counts, SamplingParams, Warped, warp
+from shared.sampling import Counts, SamplingParams, penalised, warp
 from shared.types import Epoch, Rule
 
 Row = npt.NDArray[np.float32]
@@ -144,6 +144,8 @@ class ModelDrafter:
         depth = min(budget.depth, self.model.context_size - len(self._ids))
         if depth <= 0 or not self._ids:
             return HintTree()
+        if len(self._fed) > len(self._ids):  # proposed before, not synced since
+            self._rewind(len(self._ids))
         if len(self._fed) == len(self._ids) and self._scores is None:
             self._rewind(len(self._ids) - 1)
         self._feed(self._ids[len(self._fed) :])
@@ -181,27 +183,28 @@ class ModelDrafter:
         position = len(self._ids) + len(path)
         if task.rule is Rule.REJECTION and not task.sampling.is_greedy:
             return self._draw_from_quantised(task, counts, [*self._ids, *path])
-        warped = warp(self._scores, task.sampling, counts, self._valid)
-        token = agreement.choose(warped, task.seed, position)
-        probabilities = _plain_probabilities(self._scores)
-        others: list[tuple[int, float]] = []
-        if width > 1:
-            others = [
-                (other, float(probabilities[other]))
-                for other in self._ranked(task, warped, position, width)
-                if other != token
-            ][: width - 1]
-        return _Drawn(token, float(probabilities[token]), others)
+        (token, confidence), *others = self._ranked(task, counts, position, width)
+        return _Drawn(token, confidence, others)
 
-    def _ranked(self, task: DraftTask, warped: Warped, position: int, width: int) -> list[int]:
-        """Likeliest ids by the order in which the target is expected to choose them."""
+    def _ranked(self, task: DraftTask, counts: Counts, position: int, width: int) -> list[tuple[int, float]]:
+        """The `width` likeliest ids in the order in which the target is expected to choose them, and how likely.
+
+        Under noise that order and likelihood follow from the gaps between noised scores, not from the draft's
+        probabilities alone: the id with the best noised score is the one both sides mostly agree on.
+        """
+        assert self._scores is not None
         if task.sampling.is_greedy:
-            assert self._scores is not None
-            scores = self._scores if self._valid is None else np.where(self._valid, self._scores, -np.inf)
-            best = np.argpartition(-scores, width)[: width + 1]
-            return [int(token) for token in best[np.argsort(-scores[best], kind="stable")]]
-        noised = agreement.noised_scores(warped, task.seed, position)
-        return [int(token) for token in warped.ids[np.argsort(-noised, kind="stable")[: width + 1]]]
+            scores = penalised(self._scores, task.sampling, counts, self._valid)
+            ids = np.arange(len(scores))
+        else:
+            warped = warp(self._scores, task.sampling, counts, self._valid)
+            scores, ids = agreement.noised_scores(warped, task.seed, position), warped.ids
+        best = np.argpartition(-scores, min(width, len(scores)) - 1)[:width] if width > 1 else np.array([])
+        best = np.union1d(best, [np.argmax(scores)]).astype(np.int64)  # argmax: ties go to the lowest id
+        best = best[np.argsort(-scores[best], kind="stable")][:width]
+        best = best[np.isfinite(scores[best])]
+        probabilities = np.exp(scores[best] - scores.max()) / np.exp(scores - scores.max()).sum()
+        return [(int(ids[place]), float(chance)) for place, chance in zip(best, probabilities, strict=True)]
 
     def _draw_from_quantised(self, task: DraftTask, counts: Counts, prefix: list[int]) -> _Drawn:
         """A row and its token are drawn once per epoch and prefix, and kept: never from a recomputed row."""
@@ -226,11 +229,6 @@ class ModelDrafter:
         del self._fed[length:]
         self.model.rewind(length)
         self._scores = None
-
-
-def _plain_probabilities(row: Row) -> npt.NDArray[np.float32]:
-    weights = np.exp(row - row.max())
-    return np.asarray(weights / weights.sum(), dtype=np.float32)
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -85,6 +85,7 @@ class Generation:
         self._needs_digest, self._has_begun = True, False
         self._acked = len(request.ids)
         self._steps = self._accepted = self._hints = 0
+        self._cut: TransportError | None = None
         self._draft_s = 0.0
         self._started = self._first_token_at = 0.0
 
@@ -139,6 +140,9 @@ class Generation:
                         yield event
                         if isinstance(event, Done):
                             return
+                if self._cut is not None:
+                    cut, self._cut = self._cut, None
+                    raise cut
         finally:
             if draft is not None:
                 await asyncio.wait({draft})  # the drafter is in use until then
@@ -162,19 +166,21 @@ class Generation:
         assert self._stream.opened is not None
         ids, most = list(self._stream.ids), self._stream.opened.limits.max_frame_nodes // self._budget.width
         budget = replace(self._budget, depth=max(1, min(self._budget.depth, self._room(), most)))
-        return asyncio.get_running_loop().run_in_executor(self._executor, self._draft, ids, budget)
-
-    def _draft(self, ids: list[int], budget: Budget) -> tuple[int, HintTree]:
-        """(worker thread)"""
         assert self._drafter is not None
+        return asyncio.get_running_loop().run_in_executor(self._executor, self._draft, self._drafter, ids, budget)
+
+    def _draft(self, drafter: Drafter, ids: list[int], budget: Budget) -> tuple[int, HintTree]:
+        """(worker thread)"""
         started = time.perf_counter()
-        self._drafter.sync(ids)
-        tree = self._drafter.propose(budget)
+        drafter.sync(ids)
+        tree = drafter.propose(budget)
         self._draft_s += time.perf_counter() - started
         return len(ids), tree
 
     async def _send_hint(self, base: int, tree: HintTree) -> Event | None:
         """Sends a drafted tree unless the text has left it meanwhile; without a tree the verifier streams alone."""
+        if self._drafter is None:  # turned off while this was drafted
+            return None
         if not tree.ids:
             return await self._stream_alone("the draft model's context is full")
         outstanding = _Outstanding(self._next_node + len(tree.ids) - 1, base, _paths(tree))
@@ -227,8 +233,8 @@ class Generation:
     async def _apply_commit(self, commit: Commit) -> list[Event]:
         if commit.epoch != self._stream.request.epoch:
             return []
-        fresh = len(self._stream.ids) - commit.start
-        if fresh < 0 or tuple(self._stream.ids[commit.start :]) != commit.ids[:fresh]:
+        fresh = len(self._stream.ids) - commit.start  # ids of this commit that are held already, after a resume
+        if fresh < 0 or tuple(self._stream.ids[commit.start : commit.end]) != commit.ids[:fresh]:
             raise RemoteProtocolError(f"commit.start {commit.start} does not continue the text", field="commit.start")
         self._seen_node = max(self._seen_node, commit.seen_node)
         self._steps += 1
@@ -243,7 +249,10 @@ class Generation:
             if delta.stop_matched is not None:
                 return [self._committed(commit, fresh, pieces), await self._stopped(delta.stop_matched)]
         if len(self._stream.ids) - self._acked >= max(1, self._stream.request.run_ahead // 2):
-            await self._send_pace(self._stream.request.pace)
+            try:
+                await self._send_pace(self._stream.request.pace)
+            except TransportError as error:  # what came is told first
+                self._cut = error
         return [self._committed(commit, fresh, pieces)]
 
     def _committed(self, commit: Commit, first: int, pieces: list[Piece]) -> Committed:

@@ -141,7 +141,7 @@ class GrpcTransport:
         try:
             reply = await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error) from error
+            raise self._translated(error.code(), error.details()) from error
         return codec.decode_card(reply)
 
     async def connect(self, traffic: Traffic) -> GrpcConnection:
@@ -152,11 +152,11 @@ class GrpcTransport:
         """See Transport."""
         await self._channel.close()
 
-    def _translated(self, error: grpc.aio.AioRpcError) -> DraftwireError:
-        kind = _ERRORS.get(error.code(), TransportError)
+    def _translated(self, code: grpc.StatusCode, details: str | None) -> DraftwireError:
+        kind = _ERRORS.get(code, TransportError)
         if kind in (VerifierUnavailable, Timeout):
             return kind(f"no verifier answers at {self.address}; start one with cloud-verifier")
-        return kind(error.details() or str(error.code()))
+        return kind(details or str(code))
 
 
 class GrpcConnection:
@@ -177,8 +177,10 @@ class GrpcConnection:
         try:
             await asyncio.shield(self._writing)
         except grpc.aio.AioRpcError as error:
-            raise self._transport._translated(error) from error
+            raise self._transport._translated(error.code(), error.details()) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            if self._call.done():
+                raise self._transport._translated(await self._call.code(), await self._call.details()) from error
             raise TransportError("the stream has ended") from error
         self._traffic.count_up(frame, message.ByteSize())
 
@@ -187,7 +189,7 @@ class GrpcConnection:
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise self._transport._translated(error) from error
+            raise self._transport._translated(error.code(), error.details()) from error
         if message is grpc.aio.EOF:
             return None
         frame = codec.decode_down(message, self._rim)

@@ -520,7 +520,7 @@ def test_an_error_names_the_id_and_the_limit() -> None:
 
 @pytest.mark.parametrize("first_node", [LARGEST, LARGEST - 1])
 def test_node_numbers_that_the_answer_could_not_carry_are_refused(first_node: int) -> None:
-    # BUG: with first_node 2^32-1 and two ids the highest number is 2^32: encode_commit(seen_node=...) and
+    # Once wrong: with first_node 2^32-1 and two ids the highest number is 2^32: encode_commit(seen_node=...) and
     # encode_opened(next_node=...) then raise ValueError on the verifier. One frame from any device does it.
     message = codec.encode_up(t.Hint(t.Epoch(0), first_node, (1, 2), 3, base_position=3))
     outcome = decoded_or_refused(lambda: codec.decode_up(message, RIM))

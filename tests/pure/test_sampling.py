@@ -130,7 +130,7 @@ def test_warp_equals_its_slow_twin_on_rows_full_of_ties(
 
 
 def test_scores_that_merge_when_the_best_is_taken_off_are_ties_for_warp_and_twin_alike() -> None:
-    # BUG: 1e-20 - 5 == 2e-20 - 5 in float64. `warp` cuts by the score after temperature (a tie: id 0 stays),
+    # Once wrong: 1e-20 - 5 == 2e-20 - 5 in float64. `warp` cuts by the score after temperature (a tie: id 0 stays),
     # `warp_reference` by the raw score (id 1 stays).
     row = row_of([1e-20, 2e-20, 5.0])
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.99)):
@@ -266,7 +266,7 @@ def test_extreme_parameters_give_finite_probabilities_and_greedy_where_they_must
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310])
 def test_the_smallest_temperatures_that_floats_hold_are_greedy_and_silent(temperature: float) -> None:
-    # BUG: dividing by a subnormal temperature overflows to -inf, which is meant and right, but numpy warns of it.
+    # Once wrong: dividing by a subnormal temperature overflows to -inf, which is meant and right, but numpy warns of it.
     row = row_of([0.0, 5.0, 4.0, 5.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -476,7 +476,7 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [{"a": 1.0}, {1: "x"}, {1.5: 1.0}, {1: None}, None, [1]])
 def test_a_bias_of_a_wrong_type_is_refused_by_name(value: Any) -> None:
-    # BUG: {1.5: 1.0} is accepted (and breaks `penalised` later); the others end in TypeError or AttributeError.
+    # Once wrong: {1.5: 1.0} is accepted (and breaks `penalised` later); the others end in TypeError or AttributeError.
     with pytest.raises(ConfigError, match="logit_bias"):
         SamplingParams(logit_bias=value)
 

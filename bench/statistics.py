@@ -1,0 +1,91 @@
+"""Chi-square without scipy: how likely is a table of counts if the stated shares are true, and how far is a rate off.
+
+Must not know: Draftwire. Called by `bench.distribution`. Checked by tests/synthetic/test_bench_distribution.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+K = TypeVar("K")
+
+SMALLEST_EXPECTED = 5.0
+"""Cells that expect fewer counts are merged: below it the chi-square law does not hold."""
+TINY = 1e-300
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    """P(X >= statistic) for a chi-square variable with `degrees` degrees of freedom.
+
+    Source: Press et al., Numerical Recipes, 6.2: series below the mean, Lentz's continued fraction above it.
+    """
+    if statistic <= 0:
+        return 1.0
+    a, x = degrees / 2, statistic / 2
+    front = math.exp(a * math.log(x) - x - math.lgamma(a))
+    return 1 - front * _lower_series(a, x) if x < a + 1 else front * _upper_fraction(a, x)
+
+
+def _lower_series(a: float, x: float) -> float:
+    term = total = 1 / a
+    n = 0
+    while term > total * 1e-16:
+        n += 1
+        term *= x / (a + n)
+        total += term
+    return total
+
+
+def _upper_fraction(a: float, x: float) -> float:
+    b = x + 1 - a
+    c, d = 1 / TINY, 1 / b
+    value = d
+    for n in range(1, 10_000):
+        numerator = -n * (n - a)
+        b += 2
+        d = 1 / _away_from_zero(numerator * d + b)
+        c = _away_from_zero(b + numerator / c)
+        value *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return value
+
+
+def _away_from_zero(value: float) -> float:
+    return value if abs(value) > TINY else TINY
+
+
+def table_p(counts: Mapping[K, int], shares: Mapping[K, float]) -> float:
+    """The p-value of `counts` under `shares` (which sum to 1); 0 if something was seen that cannot be.
+
+    Cells that expect less than `SMALLEST_EXPECTED` are merged, the rarest first, until each merged one expects enough.
+    """
+    total = sum(counts.values())
+    if any(count and shares.get(key, 0.0) <= 0 for key, count in counts.items()):
+        return 0.0
+    cells: list[tuple[float, float]] = []
+    expected = observed = 0.0
+    for share, key in sorted(((share, key) for key, share in shares.items() if share > 0), key=lambda cell: cell[0]):
+        expected += share * total
+        observed += counts.get(key, 0)
+        if expected >= SMALLEST_EXPECTED:
+            cells.append((observed, expected))
+            expected = observed = 0.0
+    if cells and expected > 0:
+        cells[-1] = (cells[-1][0] + observed, cells[-1][1] + expected)
+    if len(cells) < 2:
+        return 1.0
+    return chi_square_tail(sum((seen - told) ** 2 / told for seen, told in cells), len(cells) - 1)
+
+
+def least_p(p_values: Sequence[float]) -> float:
+    """One p-value for several tests at once, whatever their dependence: the least, times their number (Bonferroni)."""
+    return min(1.0, min(p_values) * len(p_values))
+
+
+def sigmas_off(successes: int, trials: int, rate: float) -> float:
+    """By how many standard deviations `successes` exceeds `trials * rate`; negative if it falls short."""
+    spread = math.sqrt(max(trials * rate * (1 - rate), 1.0))
+    return (successes - trials * rate) / spread
