@@ -266,7 +266,7 @@ def test_extreme_parameters_give_finite_probabilities_and_greedy_where_they_must
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310])
 def test_the_smallest_temperatures_that_floats_hold_are_greedy_and_silent(temperature: float) -> None:
-    # Once wrong: dividing by a subnormal temperature overflows to -inf, which is meant and right, but numpy warns of it.
+    # Once wrong: dividing by a subnormal temperature overflows to -inf, as meant, but numpy warns of it.
     row = row_of([0.0, 5.0, 4.0, 5.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -252,7 +252,7 @@ async def test_a_refused_hint_turns_drafting_off_and_the_text_goes_on(run: Calla
 
 
 async def test_a_draft_that_begins_after_drafting_was_turned_off_does_no_harm(run: Callable[..., Any]) -> None:
-    # Once wrong: Generation._draft asserts on the worker's thread that there is a drafter, which the loop may have taken away.
+    # Once wrong: a draft in progress met no drafter, which the loop had taken away meanwhile.
     busy = threading.Event()
 
     def free(frame: UpFrame) -> None:

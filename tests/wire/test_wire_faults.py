@@ -233,7 +233,7 @@ async def test_health_describe_and_cancel_are_answered_while_a_step_is_slow(
 
 
 async def test_a_stream_cancelled_while_its_open_waits_for_the_device_is_freed(loaded_tiny: LoadedTarget) -> None:
-    # Once wrong: TorchEngine._on_worker drops the stream that nobody waits for any more; its session stays attached for ever.
+    # Once wrong: a stream that nobody waits for any more was dropped, its session attached for ever.
     model = GatedTarget(loaded_tiny)
     async with serving(loaded_tiny, model=model, lease_ms=1) as running, raw(running) as stub:
         first, cancelled = RawStream(stub), RawStream(stub)
