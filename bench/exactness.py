@@ -39,6 +39,7 @@ class Cell:
     hint_width: int = 1
     is_bad: bool = False
     pace: PaceKind = PaceKind.WAIT
+    hint_reach: float = 0.0
 
 
 CELLS = (
@@ -46,6 +47,7 @@ CELLS = (
     Cell("chains of 4", 4),
     Cell("chains of 8", 8),
     Cell("trees of 4 x 3", 4, 3),
+    Cell("chains of up to 16 by reach", 16, hint_reach=0.3),
     Cell("chains of 8, run on", 8, pace=PaceKind.RUN_ON),
     Cell("bad drafter, chains of 8", 8, is_bad=True),
     Cell("bad drafter, trees of 4 x 3", 4, 3, is_bad=True),
@@ -184,6 +186,7 @@ async def _one_cell(
             pace=cell.pace,
             hint_tokens=cell.hint_tokens,
             hint_width=cell.hint_width,
+            hint_reach=cell.hint_reach,
         )
         reference = references[rule, number]
         expected = tuple(step.token for step in reference)

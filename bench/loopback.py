@@ -64,7 +64,8 @@ def add_parser(subparsers: Any) -> None:
     command.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens per text (default: 64)")
     command.add_argument("--repeats", type=int, default=5, metavar="N", help="repeats (default: 5)")
     command.add_argument("--rules", default="greedy", help="of greedy,agreement (default: greedy)")
-    command.add_argument("--hint-tokens", default="8", metavar="N,N", help="hint lengths (default: 8)")
+    command.add_argument("--hint-tokens", default="8,16", metavar="N,N", help="hint lengths (default: 8,16)")
+    command.add_argument("--hint-reach", type=float, default=0.3, metavar="P", help="see edge-client (default: 0.3)")
     command.add_argument("--hint-width", type=int, default=1, metavar="N", help="alternatives (default: 1)")
     command.add_argument("--pace", default="wait", choices=[kind.value for kind in PaceKind], help="default: wait")
     command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -73,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 0 if every text is the same with and without hints."""
-    chosen = pair(args.pair)
+    chosen, here = pair(args.pair), machine()
     prompts = encoded_prompts(chosen, args.prompts)
     lengths = [int(length) for length in args.hint_tokens.split(",")]
     with VerifierProcess(chosen.target, cores={VERIFIER_CORE}, threads=1) as verifier:
@@ -83,12 +84,20 @@ def run(args: argparse.Namespace) -> int:
             draft=chosen.draft,
             precision=chosen.precision,
             hint_width=args.hint_width,
+            hint_reach=args.hint_reach,
         )
         rows = []
         for rule in args.rules.split(","):
             rows += asyncio.run(_speed(base, args, rule, lengths, prompts))
         payload = asyncio.run(_payload(base, verifier.address, prompts, args.tokens))
-    result = {"machine": machine(), "pair": args.pair, "pace": args.pace, "cells": rows, "payload": payload}
+    result = {
+        "machine": here,
+        "pair": args.pair,
+        "pace": args.pace,
+        "hint_reach": args.hint_reach,
+        "cells": rows,
+        "payload": payload,
+    }
     print(json.dumps(result) if args.json else _table(result))
     return 0 if all(row["is_identical"] for row in rows) else 1
 
@@ -140,10 +149,10 @@ def _cell(rule: str, length: int, streamed: list[Run], hinted: list[Run]) -> dic
 
 
 async def _payload(base: ClientConfig, upstream: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Chains of 8 under agreement at temperature 0.8, through a proxy that counts."""
+    """Chains of 8, whatever their reach, under agreement at temperature 0.8, through a proxy that counts."""
     traffics, generated, accepted = [], 0, 0
     async with CountingProxy(upstream) as proxy:
-        config = replace(base, verifier=proxy.address, hint_tokens=8, hint_width=1)
+        config = replace(base, verifier=proxy.address, hint_tokens=8, hint_width=1, hint_reach=0.0)
         async with SpeculativeClient(config) as client:
             before = (proxy.up.message_bytes, proxy.up.messages, proxy.up.tcp_bytes, proxy.down.message_bytes)
             for ids in prompts:
@@ -171,7 +180,7 @@ async def _payload(base: ClientConfig, upstream: str, prompts: list[list[int]], 
 def _table(result: dict[str, Any]) -> str:
     lines = [f"{result['pair']}, pace {result['pace']}, {result['machine']}"]
     lines += [
-        f"{row['rule']}, hints of {row['hint_tokens']}: {row['ratio_median']:.2f} times streaming "
+        f"{row['rule']}, hints of at most {row['hint_tokens']}: {row['ratio_median']:.2f} times streaming "
         f"({row['ratio_min']:.2f}-{row['ratio_max']:.2f}), {row['tokens_per_s']} against "
         f"{row['streamed_tokens_per_s']} tokens/s, {row['forwards_per_token']:.2f} forwards/token, "
         f"{'identical' if row['is_identical'] else 'NOT IDENTICAL'}"

@@ -238,8 +238,12 @@ class TorchEngine:
                 loop.call_soon_threadsafe(_settle, result, None, failure)
 
         self.submit(command)
-        outcome: T = await result
-        return outcome
+        try:
+            outcome: T = await asyncio.shield(result)
+            return outcome
+        except asyncio.CancelledError:  # the device left while the worker had not answered, or just had
+            result.add_done_callback(_detach_unwanted)
+            raise
 
     # ------------------------------------------------------------ open and resume
 
@@ -369,11 +373,12 @@ class TorchEngine:
 
 
 def _settle(future: asyncio.Future[T], value: T, error: DraftwireError | None) -> None:
-    if future.cancelled():
-        if isinstance(value, TorchStream):  # the device left while its open was waiting for the worker
-            value.detach()
-        return
     if error is not None:
         future.set_exception(error)
     else:
         future.set_result(value)
+
+
+def _detach_unwanted(future: asyncio.Future[object]) -> None:
+    if future.exception() is None and isinstance(stream := future.result(), TorchStream):
+        stream.detach()

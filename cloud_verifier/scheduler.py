@@ -72,7 +72,7 @@ class Scheduler:
                 waiting.append(session)
             else:
                 session.runnable_since = None
-        waiting.sort(key=lambda session: session.runnable_since or now)
+        waiting.sort(key=lambda session: now if session.runnable_since is None else session.runnable_since)
         rows = tuple(self._row(session, now) for session in waiting[: self._max_sessions])
         return StepPlan(rows) if rows else None
 

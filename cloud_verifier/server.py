@@ -102,6 +102,7 @@ class Server:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", engine.describe().limits.max_frame_bytes),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+            ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),

@@ -47,8 +47,11 @@ class ClientConfig:
     """Refuse a verifier that serves another model; empty takes any whose vocabulary fits."""
     threads: int = 1
     """CPU threads of the draft model."""
-    hint_tokens: int = 8
-    """Ids drafted ahead; 0 drafts nothing and streams from the verifier."""
+    hint_tokens: int = 16
+    """Ids drafted ahead at most; 0 drafts nothing and streams from the verifier."""
+    hint_reach: float = 0.3
+    """Stop drafting where the chance that all of it stands falls below this; 0 always drafts `hint_tokens`. The
+    rejection rule does not look at it."""
     hint_width: int = 1
     """Alternatives at each position: 1 sends chains, more send trees. The rejection rule sends chains only."""
     pace: Literal["auto", "wait", "run_on"] = "wait"
@@ -67,6 +70,7 @@ class ClientConfig:
             {
                 "threads": (1, 256),
                 "hint_tokens": (0, 64),
+                "hint_reach": (0, 1),
                 "hint_width": (1, 16),
                 "run_ahead": (1, 65536),
                 "timeout_s": (0.05, 600),
@@ -192,6 +196,7 @@ class SpeculativeClient:
         pace: PaceKind | None = None,
         hint_tokens: int | None = None,
         hint_width: int | None = None,
+        hint_reach: float | None = None,
         logprobs: bool = False,
         keep_special: bool = False,
         on_open: Callable[[int], None] = lambda seed: None,
@@ -199,7 +204,7 @@ class SpeculativeClient:
         """Events of one generation, `Done` last. A raw prompt, chat messages, or ids.
 
         What is None comes from the target (`sampling`, `stop_ids`) or the settings (`pace`, `hint_tokens`,
-        `hint_width`); `on_open` is told the session's seed. Leaving the iteration early ends both sides.
+        `hint_width`, `hint_reach`); `on_open` is told the session's seed. Leaving the iteration early ends both sides.
         Raises: ConfigError, RemoteProtocolError (naming the field), TransportError, SessionError, ModelError.
         """
         ids = self._prompt_ids(prompt)
@@ -227,7 +232,11 @@ class SpeculativeClient:
                 request,
                 drafter,
                 text,
-                budget=Budget(max(1, depth), self._width(request, hint_width)),
+                budget=Budget(
+                    max(1, depth),
+                    self._width(request, hint_width),
+                    self.config.hint_reach if hint_reach is None else hint_reach,
+                ),
                 executor=self._executor,
                 secret=secrets.randbits(64),
                 reconnect_for_s=self.config.reconnect_for_s,

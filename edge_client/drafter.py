@@ -7,7 +7,7 @@ Whatever is proposed here can only make ids come sooner; the rules below decide 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,10 +24,15 @@ Row = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to propose: at most `depth` ids ahead, `width` alternatives a position (1: a chain)."""
+    """How much to propose: at most `depth` ids ahead, `width` alternatives a position (1: a chain).
+
+    Drafting stops behind an id that is reached with a chance below `reach` (0: never): what follows would seldom
+    stand. Not under the rejection rule, where a cut by what was drawn would bias the text.
+    """
 
     depth: int
     width: int = 1
+    reach: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,18 +154,18 @@ class ModelDrafter:
         if len(self._fed) == len(self._ids) and self._scores is None:
             self._rewind(len(self._ids) - 1)
         self._feed(self._ids[len(self._fed) :])
-        return self._grow(depth, budget.width, self._task)
+        return self._grow(replace(budget, depth=depth), self._task)
 
-    def _grow(self, depth: int, width: int, task: DraftTask) -> HintTree:
+    def _grow(self, budget: Budget, task: DraftTask) -> HintTree:
         counts = Counts.of(self._ids, task.generated_from) if task.sampling.has_penalties else Counts()
         path: list[int] = []
         ids: list[int] = []
         parents: list[int] = []
         confidence: list[float] = []
         rows: list[QRow] = []
-        above = -1
-        while len(path) < depth:
-            drawn = self._draw(task, counts, path, width)
+        above, reach = -1, 1.0
+        while len(path) < budget.depth:
+            drawn = self._draw(task, counts, path, budget.width)
             spine = len(ids)
             for token, probability in [(drawn.token, drawn.confidence), *drawn.alternatives]:
                 ids.append(token)
@@ -170,8 +175,10 @@ class ModelDrafter:
                 rows.append(drawn.row)
             path.append(drawn.token)
             above = spine
-            if len(path) == depth or (drawn.row is None and drawn.token in task.stop_ids):
-                break  # under the rejection rule a chain is cut by count only: a cut by the token drawn biases the text
+            reach *= drawn.confidence
+            is_cut = drawn.row is None and (drawn.token in task.stop_ids or reach < budget.reach)
+            if is_cut or len(path) == budget.depth:  # rows: the rejection rule, where chains are cut by count only
+                break
             counts.add(drawn.token)
             self._feed([drawn.token])
         return HintTree(tuple(ids), tuple(parents), tuple(confidence), tuple(rows))

@@ -105,7 +105,11 @@ class Generation:
         """Events until Done. Raises: DraftwireError when it cannot go on."""
         self._started = time.perf_counter()
         try:
-            await self._stream.open()
+            try:
+                await self._stream.open()
+            except TransportError as error:
+                yield StateChanged(State.RECONNECTING, error.message)
+                await self._stream.reconnect(error)
             yield self._state()
             while True:
                 try:

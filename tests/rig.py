@@ -98,7 +98,7 @@ def client(running: Running | str, pair: TinyPair, draft: str = "same", **parts:
     given = {name: parts.pop(name) for name in ("transport", "drafter", "tokenizer") if name in parts}
     if draft == "bad":
         given["drafter"] = RandomDrafter(pair.vocabulary_size)
-    settings = {"hint_tokens": 4, **parts, **({"hint_tokens": 0} if draft == "none" else {})}
+    settings = {"hint_tokens": 4, "hint_reach": 0.0, **parts, **({"hint_tokens": 0} if draft == "none" else {})}
     return SpeculativeClient(
         ClientConfig(verifier=address, draft=str(folders.get(draft, pair.same_draft)), **settings), **given
     )

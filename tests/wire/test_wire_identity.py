@@ -75,7 +75,7 @@ async def test_any_drafter_any_length_any_pace_gives_the_targets_own_ids(
             result = await device.generate(prompt, max_new_tokens=COUNT, sampling=params, seed=SEED, pace=pace)
             assert_is_plain(result, plain, prompt, params, COUNT)
             accepted += result.report.usage.accepted_tokens
-    if draft == "same":
+    if draft == "same" and pace is PaceKind.WAIT:  # run on, it is a race whether a hint comes in time
         assert accepted > 0
     if draft == "none":
         assert accepted == 0
@@ -162,7 +162,8 @@ async def test_rejection_writes_text_and_accounts_for_its_rows(
     assert len(result.ids) == 60
     assert max(result.ids) < tiny_pair.vocabulary_size
     traffic, usage = result.report.traffic, result.report.usage
-    assert 0 < usage.accepted_tokens < 60
+    assert usage.accepted_tokens < 60
+    assert usage.accepted_tokens > 0 or pace is PaceKind.RUN_ON  # run on, a hint may never come in time
     assert usage.hint_nodes >= usage.accepted_tokens
     assert 40 * usage.hint_nodes < traffic.hint_bytes < 250 * usage.hint_nodes
     assert traffic.hint_bytes < traffic.up_bytes
