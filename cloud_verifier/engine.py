@@ -38,6 +38,7 @@ from shared.types import (
     Draining,
     Edit,
     Fault,
+    Finished,
     Hint,
     ModelCard,
     Open,
@@ -54,6 +55,8 @@ log = logging.getLogger("draftwire.engine")
 T = TypeVar("T")
 
 RETRY_WHEN_FULL_MS = 1000
+MAX_UNHANDLED_FRAMES = 64
+MAX_UNREAD_FRAMES = 4096
 
 
 class EngineStream(Protocol):
@@ -65,8 +68,15 @@ class EngineStream(Protocol):
         """Frames in order until the stream ends; raises the DraftwireError that ended it, if one did."""
         ...
 
-    def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
-        """Hands a frame from the device to the engine; a refusal comes back as a Fault."""
+    async def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
+        """Hands a frame from the device to the engine; a refusal comes back as a Fault.
+
+        Waits while too many of this stream's frames are still unhandled, so that a flood meets gRPC's flow control.
+        """
+        ...
+
+    def finish_writing(self) -> None:
+        """The device sends no more frames; it still reads what comes until its epoch has ended."""
         ...
 
     def refuse(self, fault: Fault) -> None:
@@ -111,6 +121,7 @@ class _QueueSink:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.queue: asyncio.Queue[DownFrame | _Ended] = asyncio.Queue()
         self._loop = loop
+        self._is_overrun = False
 
     def send(self, frame: DownFrame) -> None:
         self._put(frame)
@@ -118,9 +129,21 @@ class _QueueSink:
     def end(self, error: DraftwireError | None) -> None:
         self._put(_Ended(error))
 
-    def _put(self, item: DownFrame | _Ended) -> None:
+    def call(self, act: Callable[[], None]) -> None:
+        """Runs `act` on the event loop. From any thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(act)
+
+    def _put(self, item: DownFrame | _Ended) -> None:
+        self.call(lambda: self._deliver(item))
+
+    def _deliver(self, item: DownFrame | _Ended) -> None:
+        """Credit bounds commits; this bounds the rest for a device that asks and does not read."""
+        if self.queue.qsize() < MAX_UNREAD_FRAMES:
+            self.queue.put_nowait(item)
+        elif not self._is_overrun:
+            self._is_overrun = True
+            self.queue.put_nowait(_Ended(Overloaded(f"{MAX_UNREAD_FRAMES} frames were not read: the stream ends")))
 
 
 class TorchStream:
@@ -129,6 +152,8 @@ class TorchStream:
     def __init__(self, engine: TorchEngine, session: Session, sink: _QueueSink, opened: Opened) -> None:
         self.opened = opened
         self._engine, self._session, self._sink = engine, session, sink
+        self._room = asyncio.Semaphore(MAX_UNHANDLED_FRAMES)
+        self._is_half_closed = False
 
     async def frames(self) -> AsyncIterator[DownFrame]:
         """See EngineStream."""
@@ -136,16 +161,27 @@ class TorchStream:
             item = await self._sink.queue.get()
             if not isinstance(item, _Ended):
                 yield item
+                if isinstance(item, Finished) and self._is_half_closed:
+                    return
             elif item.error is not None:
                 raise item.error
             else:
                 return
 
-    def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
+    async def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
         """See EngineStream."""
+        await self._room.acquire()
         self._engine.submit(lambda: self._handle(frame))
 
+    def finish_writing(self) -> None:
+        """See EngineStream."""
+        self._is_half_closed = True
+        if self._session.finished is not None:
+            self._sink.end(None)
+
     def _handle(self, frame: Hint | Edit | Score | Pace | Close) -> None:
+        """(worker)"""
+        self._sink.call(self._room.release)
         if self._session.sink is not self._sink:
             return
         try:
@@ -181,6 +217,7 @@ class TorchEngine:
         self._model, self._card, self._clock = model, card, clock
         self._max_sessions = max_sessions
         self._sessions: dict[SessionId, Session] = {}
+        self._sweep: asyncio.TimerHandle | None = None
         self.worker = Worker(model, judge, Scheduler(), on_failure, clock)
 
     def start(self) -> None:
@@ -260,13 +297,13 @@ class TorchEngine:
                 f"the draft's vocabulary is not that of target {card.model_name}; Describe tells the first difference",
                 field="open.fingerprint",
             )
-        if frame.is_continued and frame.target_id and frame.target_id != card.target_id:
+        if frame.target_id and frame.target_id != card.target_id:
             raise ModelMismatch(
                 f"the text was begun by target {frame.target_id.hex()[:12]}, this is {card.model_name} "
                 f"({card.target_id.hex()[:12]})",
                 field="open.target_id",
             )
-        if len(frame.ids) >= card.context_size:
+        if len(frame.ids) + (0 if frame.is_continued else 1) > card.context_size:
             raise RemoteProtocolError(
                 f"open.ids: the context of {len(frame.ids)} tokens leaves no room in {card.model_name}'s "
                 f"{card.context_size}",
@@ -307,7 +344,7 @@ class TorchEngine:
         if session.sink is not None:
             session.sink.end(SessionDisplaced("another stream resumed this session"))
         session.sink, session.detached_at = sink, None
-        session.idle_since = self._clock()
+        session.idle_since, session.paused_since = self._clock(), None
         stream = TorchStream(self, session, sink, session.opened(reused=session.slot.length))
         for replayed in session.replay(frame.have):
             sink.send(replayed)
@@ -344,14 +381,30 @@ class TorchEngine:
             if session.sink is sink:
                 session.sink, session.detached_at = None, self._clock()
 
-        def expire() -> None:
-            now, lease_s = self._clock(), self._card.limits.lease_ms / 1000
-            if session.detached_at is not None and now - session.detached_at >= lease_s:
-                self._forget(session)
-
         self.submit(command)
-        lease_s = self._card.limits.lease_ms / 1000
-        asyncio.get_running_loop().call_later(lease_s + 0.05, self.submit, expire)
+        if self._sweep is None:
+            self._sweep_later(asyncio.get_running_loop())
+
+    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer for all leases, running while sessions are absent."""
+        interval_s = max(0.05, self._card.limits.lease_ms / 4000)
+
+        def sweep() -> None:
+            """(worker)"""
+            now, lease_s = self._clock(), self._card.limits.lease_ms / 1000
+            absent = [session for session in self._sessions.values() if session.detached_at is not None]
+            for session in absent:
+                if now - (session.detached_at or now) >= lease_s:
+                    self._forget(session)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(again, any(not session.is_dropped for session in absent))
+
+        def again(is_needed: bool) -> None:
+            self._sweep = None
+            if is_needed:
+                self._sweep_later(loop)
+
+        self._sweep = loop.call_later(interval_s, self.submit, sweep)
 
     def end_with(self, session: Session, error: DraftwireError) -> None:
         """(worker) Ends one session with an error; the others go on."""

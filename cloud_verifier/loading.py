@@ -54,12 +54,25 @@ def load_target(folder: Path, name: str, dtype: str, device: str, limits: Limits
     rows = int(lm.config.vocab_size)
     if vocabulary.size > rows:
         raise ModelLoadError(f"{folder / 'tokenizer.json'}: {vocabulary.size} ids, but the model has {rows} rows")
-    context_size = min(int(lm.config.max_position_embeddings), limits.max_context_tokens)
+    context_size = min(_usable_context(lm.config), limits.max_context_tokens)
     model = TorchTarget(lm, context_size)
     worst = self_check(model, SELF_CHECK_TOLERANCE[torch_dtype])
     log.info("self-check of %s: relative difference %.2g", name, worst)
     card = _card(folder, name, dtype, vocabulary, context_size, limits)
     return LoadedTarget(model, card, vocabulary.valid_mask(rows))
+
+
+def _usable_context(config: Any) -> int:
+    """The context up to which positions mean the same whatever the length of a forward.
+
+    Rope kinds that switch frequencies by length would make the text depend on how it was cut into forwards.
+    """
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") not in ("longrope", "dynamic"):
+        return longest
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return min(longest, int(original or longest))
 
 
 def _check_device(device: str) -> None:

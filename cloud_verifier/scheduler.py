@@ -97,7 +97,7 @@ class Scheduler:
         if session.pace is not PaceKind.AUTO:
             return session.pace is PaceKind.RUN_ON
         return not any(
-            other is not session and other.sink is not None and other.finished is None
+            other is not session and other.sink is not None and other.finished is None and other.credit > 0
             for other in self._sessions.values()
         )
 

@@ -22,6 +22,8 @@ from shared.types import Open, Resume
 
 log = logging.getLogger("draftwire.service")
 
+FIRST_FRAME_TIMEOUT_S = 30.0
+
 
 class VerifierService(verifier_pb2_grpc.VerifierServicer):
     """Serves Describe and Session over one engine."""
@@ -43,7 +45,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         reader: asyncio.Task[None] | None = None
         answers = "open"
         try:
-            first = await anext(aiter(requests), None)
+            async with asyncio.timeout(FIRST_FRAME_TIMEOUT_S):
+                first = await anext(aiter(requests), None)
             if first is None:
                 return
             answers = first.WhichOneof("frame") or "frame"
@@ -53,6 +56,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
             reader = asyncio.create_task(self._read(requests, stream))
             async for frame in stream.frames():
                 yield codec.encode_down(frame)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a stream begins with open or resume: none came")
         except DraftwireError as error:
             if answers:
                 yield codec.encode_fault(codec.fault_of(error, answers))
@@ -80,6 +85,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
                 frame = codec.decode_up(message, self._rim)
                 if isinstance(frame, (Open, Resume)):
                     raise RemoteProtocolError("a session is open on this stream already", field="frame")
-                stream.send(frame)
+                await stream.send(frame)
             except RemoteProtocolError as error:
                 stream.refuse(codec.fault_of(error, message.WhichOneof("frame") or "frame"))
+        stream.finish_writing()

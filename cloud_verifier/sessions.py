@@ -81,6 +81,7 @@ class Session:
         self.detached_at: float | None = None
         self.paused_since: float | None = None
         self.is_dropped = False
+        self.is_base_unchecked = True
 
     # ------------------------------------------------------------ reading
 
@@ -142,30 +143,32 @@ class Session:
             )
         if self.is_chain and frame.parents:
             raise RemoteProtocolError("hint.parents: the rejection rule takes chains only", field="hint.parents")
-        self._acknowledge(frame.ack)
-        if frame.base_digest is not None and not frame.base_node:
+        self._check_ack(frame.ack, "hint.ack")
+        if frame.base_digest is not None and not frame.base_node and self.is_base_unchecked:
             self._check_base(frame.base_position, frame.base_digest)
+        self.ack = max(self.ack, frame.ack)
         fresh = self.trie.insert(frame, self.ids)
         self.usage = replace(self.usage, hint_nodes=self.usage.hint_nodes + len(frame.ids))
         return fresh
 
     def _check_base(self, position: int, digest: int) -> None:
+        """Right once for each Opened is enough: hashing a long prefix is not to be had for the asking."""
         if position > self.length or short_digest(self.ids[:position]) != digest:
             raise PrefixMismatch(
                 f"hint.base_digest: the ids before position {position} differ from the verifier's",
                 field="hint.base_digest",
             )
+        self.is_base_unchecked = False
 
     def set_pace(self, frame: Pace) -> None:
         """Changes pace and credit."""
-        if frame.epoch == self.opened_with.epoch:
-            self.pace, self.run_ahead = frame.pace, frame.run_ahead
-            self._acknowledge(frame.ack)
+        if frame.epoch == self.opened_with.epoch and self.finished is None:
+            self._check_ack(frame.ack, "pace.ack")
+            self.pace, self.run_ahead, self.ack = frame.pace, frame.run_ahead, max(self.ack, frame.ack)
 
-    def _acknowledge(self, ack: int) -> None:
+    def _check_ack(self, ack: int, field: str) -> None:
         if ack > self.length:
-            raise RemoteProtocolError(f"ack {ack} is past the committed length {self.length}", field="ack")
-        self.ack = max(self.ack, ack)
+            raise RemoteProtocolError(f"{field} {ack} is past the committed length {self.length}", field=field)
 
     # ------------------------------------------------------------ commits
 
@@ -212,7 +215,7 @@ class Session:
 
     def replay(self, have: int) -> list[DownFrame]:
         """Commits for the ids from `have` on, cut so that accepted ids come first in each; and Finished again."""
-        self.ack = max(self.ack, min(have, self.length))
+        self.ack, self.is_base_unchecked = max(self.ack, min(have, self.length)), True
         frames: list[DownFrame] = []
         start = max(have, self.generated_from)
         while start < self.length:
@@ -220,6 +223,8 @@ class Session:
             while stop < self.length and self.accepted_flags[stop - self.generated_from]:
                 stop += 1
             accepted, stop = stop - start, min(stop + 1, self.length)
+            while stop < self.length and not self.accepted_flags[stop - self.generated_from]:
+                stop += 1
             frames.append(self._replayed(start, stop, accepted))
             start = stop
         return frames + ([self.finished] if self.finished else [])

@@ -25,6 +25,8 @@ from shared.types import Commit, Reason
 
 log = logging.getLogger("draftwire.worker")
 
+MAX_COMMANDS_A_TURN = 1024
+
 Clock = Callable[[], float]
 Command = Callable[[], None]
 
@@ -89,15 +91,23 @@ class Worker:
                 return
 
     def _run_commands(self, wait_s: float | None) -> bool:
-        """Runs waiting commands; without any, waits for one so long (None: for ever). False: stop."""
+        """Runs the commands that wait now; without any, waits for one so long (None: for ever). False: stop.
+
+        Commands that arrive meanwhile wait for the next turn: a flood of them does not keep steps from running.
+        """
         try:
             command = self._commands.get(block=wait_s != 0, timeout=wait_s)
-            while command is not None:
+            for _ in range(min(self._commands.qsize(), MAX_COMMANDS_A_TURN)):
+                if command is None:
+                    return False
                 command()
                 command = self._commands.get_nowait()
-            return False
+            if command is None:
+                return False
+            command()
         except queue.Empty:
-            return True
+            pass
+        return True
 
     def _sleep_s(self) -> float | None:
         now = self._clock()

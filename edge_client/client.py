@@ -50,8 +50,8 @@ class ClientConfig:
     hint_tokens: int = 16
     """Ids drafted ahead at most; 0 drafts nothing and streams from the verifier."""
     hint_reach: float = 0.3
-    """Stop drafting where the chance that all of it stands falls below this; 0 always drafts `hint_tokens`. The
-    rejection rule does not look at it."""
+    """Draft as far as the chance that all of it stands, by measured acceptance, is at least this; 0 always drafts
+    `hint_tokens`."""
     hint_width: int = 1
     """Alternatives at each position: 1 sends chains, more send trees. The rejection rule sends chains only."""
     pace: Literal["auto", "wait", "run_on"] = "wait"
@@ -101,7 +101,11 @@ class SpeculativeClient:
         self._in_use = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        await self.connect()
+        try:
+            await self.connect()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(
@@ -208,6 +212,8 @@ class SpeculativeClient:
         Raises: ConfigError, RemoteProtocolError (naming the field), TransportError, SessionError, ModelError.
         """
         ids = self._prompt_ids(prompt)
+        if seed is not None and not 0 <= seed < 2**64:
+            raise ConfigError(f"seed must be from 0 to 2^64-1, got {seed}", field="seed")
         request = Open(
             ids=tuple(ids),
             generated_from=len(ids),
@@ -216,11 +222,12 @@ class SpeculativeClient:
             max_new_tokens=self._checked_length(len(ids), max_new_tokens),
             seed=seed,
             rule=rule,
-            stop_ids=self.card.stop_ids if stop_ids is None else tuple(stop_ids),
+            stop_ids=self.card.stop_ids if stop_ids is None else tuple(self._known_ids(stop_ids, "stop_ids")),
             pace=pace or PaceKind(self.config.pace),
             run_ahead=self.config.run_ahead,
             logprobs=logprobs,
         )
+        self._known_ids(list(request.sampling.logit_bias), "logit_bias")
         text = TextStream(self.tokenizer.vocabulary, _checked_stops(stop), keep_special=keep_special)
         async with self._in_use:
             depth = self.config.hint_tokens if hint_tokens is None else hint_tokens
@@ -232,11 +239,8 @@ class SpeculativeClient:
                 request,
                 drafter,
                 text,
-                budget=Budget(
-                    max(1, depth),
-                    self._width(request, hint_width),
-                    self.config.hint_reach if hint_reach is None else hint_reach,
-                ),
+                budget=Budget(max(1, depth), self._width(request, hint_width)),
+                reach=self.config.hint_reach if hint_reach is None else hint_reach,
                 executor=self._executor,
                 secret=secrets.randbits(64),
                 reconnect_for_s=self.config.reconnect_for_s,
@@ -244,7 +248,7 @@ class SpeculativeClient:
             async with aclosing(generation.run()) as events:
                 is_told = False
                 async for event in events:
-                    if not is_told:
+                    if not is_told and generation.is_open:
                         on_open(generation.seed)
                         is_told = True
                     yield event
@@ -283,13 +287,16 @@ class SpeculativeClient:
     def _prompt_ids(self, prompt: str | Messages | Sequence[int]) -> list[int]:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
             return self.encode(prompt)  # type: ignore[arg-type]
-        ids = list(prompt)
+        if not prompt:
+            raise ConfigError("the prompt is empty", field="prompt")
+        return self._known_ids(prompt, "prompt")
+
+    def _known_ids(self, ids: Sequence[Any], field: str) -> list[int]:
         valid = self.tokenizer.vocabulary.valid_mask(self.tokenizer.vocabulary.size)
         bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < len(valid) or not valid[i]), None)
-        if bad is not None or not ids:
-            problem = "is empty" if not ids else f"holds id {bad!r}, which is not in the vocabulary"
-            raise ConfigError(f"prompt {problem}", field="prompt")
-        return ids  # type: ignore[return-value]
+        if bad is not None:
+            raise ConfigError(f"{field} holds id {bad!r}, which is not in the vocabulary", field=field)
+        return list(ids)
 
     def _checked_length(self, context: int, max_new_tokens: int) -> int:
         if max_new_tokens < 1:

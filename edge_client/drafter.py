@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared import agreement, rejection
+from shared.errors import NumericalError
 from shared.randomness import draft_unit, ids_digest
 from shared.rejection import QRow
 from shared.sampling import Counts, SamplingParams, penalised, warp
@@ -24,15 +25,10 @@ Row = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to propose: at most `depth` ids ahead, `width` alternatives a position (1: a chain).
-
-    Drafting stops behind an id that is reached with a chance below `reach` (0: never): what follows would seldom
-    stand. Not under the rejection rule, where a cut by what was drawn would bias the text.
-    """
+    """How much to propose: at most `depth` ids ahead, `width` alternatives a position (1: a chain)."""
 
     depth: int
     width: int = 1
-    reach: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ class ModelDrafter:
         parents: list[int] = []
         confidence: list[float] = []
         rows: list[QRow] = []
-        above, reach = -1, 1.0
+        above = -1
         while len(path) < budget.depth:
             drawn = self._draw(task, counts, path, budget.width)
             spine = len(ids)
@@ -175,10 +171,8 @@ class ModelDrafter:
                 rows.append(drawn.row)
             path.append(drawn.token)
             above = spine
-            reach *= drawn.confidence
-            is_cut = drawn.row is None and (drawn.token in task.stop_ids or reach < budget.reach)
-            if is_cut or len(path) == budget.depth:  # rows: the rejection rule, where chains are cut by count only
-                break
+            if len(path) == budget.depth or (drawn.row is None and drawn.token in task.stop_ids):
+                break  # under the rejection rule a chain is cut by count only: a cut by the token drawn biases the text
             counts.add(drawn.token)
             self._feed([drawn.token])
         return HintTree(tuple(ids), tuple(parents), tuple(confidence), tuple(rows))
@@ -210,6 +204,8 @@ class ModelDrafter:
         best = np.union1d(best, [np.argmax(scores)]).astype(np.int64)  # argmax: ties go to the lowest id
         best = best[np.argsort(-scores[best], kind="stable")][:width]
         best = best[np.isfinite(scores[best])]
+        if not len(best):
+            raise NumericalError("the draft model gave no finite score")
         probabilities = np.exp(scores[best] - scores.max()) / np.exp(scores - scores.max()).sum()
         return [(int(ids[place]), float(chance)) for place, chance in zip(best, probabilities, strict=True)]
 

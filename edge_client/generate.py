@@ -11,16 +11,17 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
 from edge_client.events import Committed, Done, Event, FinishReason, Piece, Report, State, StateChanged
-from edge_client.session_stream import RECONNECT_FOR_S, SessionStream
+from edge_client.hint_length import HintLength
+from edge_client.session_stream import RECONNECT_FOR_S, SessionStream, cut_or_error
 from edge_client.text import TextStream
 from edge_client.transport import Transport
-from shared.codec import error_of
-from shared.errors import DeviceFailure, RemoteProtocolError, TransportError
+from shared.errors import RemoteProtocolError, TransportError
 from shared.randomness import short_digest
 from shared.types import (
     Commit,
@@ -74,9 +75,11 @@ class Generation:
         budget: Budget,
         executor: Executor,
         secret: int,
+        reach: float = 0.0,
         reconnect_for_s: float = RECONNECT_FOR_S,
     ) -> None:
-        """`drafter` None: plain streaming. `secret` keys the draft draws of the rejection rule."""
+        """`drafter` None: plain streaming. `secret` keys the draft draws of the rejection rule; `reach`: HintLength."""
+        self._length = HintLength(reach)
         self._stream = SessionStream(transport, request, self._begin, reconnect_for_s)
         self._drafter, self._text = drafter, text
         self._budget, self._executor, self._secret = budget, executor, secret
@@ -93,6 +96,11 @@ class Generation:
     def ids(self) -> list[int]:
         """The whole sequence held: context and committed."""
         return self._stream.ids
+
+    @property
+    def is_open(self) -> bool:
+        """True once the verifier has answered."""
+        return self._stream.opened is not None
 
     @property
     def seed(self) -> int:
@@ -113,10 +121,11 @@ class Generation:
             yield self._state()
             while True:
                 try:
-                    async for event in self._follow():
-                        yield event
-                        if isinstance(event, Done):
-                            return
+                    async with aclosing(self._follow()) as events:  # a draft in progress ends before this does
+                        async for event in events:
+                            yield event
+                            if isinstance(event, Done):
+                                return
                 except TransportError as error:
                     yield StateChanged(State.RECONNECTING, error.message)
                     await self._stream.reconnect(error)
@@ -127,6 +136,8 @@ class Generation:
     async def _follow(self) -> AsyncGenerator[Event, None]:
         """Serves one connection: whichever is ready first, a frame or a draft."""
         draft: asyncio.Future[tuple[int, HintTree]] | None = None
+        if self._stream.reconnects:  # a change of pace may have been lost with the stream
+            await self._send_pace(self._stream.request.pace)
         try:
             while True:
                 if draft is None and self._wants_hint():
@@ -135,9 +146,8 @@ class Generation:
                 waiting: set[asyncio.Future[Any]] = {receive} if draft is None else {receive, draft}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if draft is not None and draft.done():
-                    base, tree = draft.result()
-                    draft = None
-                    if event := await self._send_hint(base, tree):
+                    finished, draft = draft, None
+                    if event := await self._take_draft(finished):
                         yield event
                 if receive.done():
                     for event in await self._apply(self._stream.take()):
@@ -157,7 +167,9 @@ class Generation:
     # ------------------------------------------------------------ hints up
 
     def _wants_hint(self) -> bool:
-        if self._drafter is None or self._room() <= 0:
+        ids, request = self._stream.ids, self._stream.request
+        is_stopped = len(ids) > request.generated_from and ids[-1] in request.stop_ids
+        if self._drafter is None or self._room() <= 0 or is_stopped:
             return False
         outstanding = self._outstanding
         return outstanding is None or not outstanding.is_open(self._stream.ids, self._seen_node)
@@ -169,7 +181,8 @@ class Generation:
     def _start_draft(self) -> asyncio.Future[tuple[int, HintTree]]:
         assert self._stream.opened is not None
         ids, most = list(self._stream.ids), self._stream.opened.limits.max_frame_nodes // self._budget.width
-        budget = replace(self._budget, depth=max(1, min(self._budget.depth, self._room(), most)))
+        depth = self._length.depth(self._budget.depth)
+        budget = replace(self._budget, depth=max(1, min(depth, self._room(), most)))
         assert self._drafter is not None
         return asyncio.get_running_loop().run_in_executor(self._executor, self._draft, self._drafter, ids, budget)
 
@@ -180,6 +193,14 @@ class Generation:
         tree = drafter.propose(budget)
         self._draft_s += time.perf_counter() - started
         return len(ids), tree
+
+    async def _take_draft(self, draft: asyncio.Future[tuple[int, HintTree]]) -> Event | None:
+        """Sends what was drafted. A drafter that fails costs its hints, never the text."""
+        try:
+            base, tree = draft.result()
+        except Exception as error:
+            return await self._stream_alone(f"drafting failed: {error}")
+        return await self._send_hint(base, tree)
 
     async def _send_hint(self, base: int, tree: HintTree) -> Event | None:
         """Sends a drafted tree unless the text has left it meanwhile; without a tree the verifier streams alone."""
@@ -225,10 +246,7 @@ class Generation:
             case Fault(answers="hint" | "pace"):
                 return [await self._stream_alone(f"the verifier refused a {frame.answers}: {frame.message}")]
             case Fault():
-                error = error_of(frame)
-                if isinstance(error, DeviceFailure):  # the verifier goes down; the text goes on elsewhere
-                    raise TransportError(error.message) from error
-                raise error
+                raise cut_or_error(frame)
             case None:
                 raise TransportError("the verifier ended the stream")
             case _:
@@ -240,6 +258,8 @@ class Generation:
         fresh = len(self._stream.ids) - commit.start  # ids of this commit that are held already, after a resume
         if fresh < 0 or tuple(self._stream.ids[commit.start : commit.end]) != commit.ids[:fresh]:
             raise RemoteProtocolError(f"commit.start {commit.start} does not continue the text", field="commit.start")
+        if self._outstanding is not None and self._seen_node < self._outstanding.last_node <= commit.seen_node:
+            self._length.learn(commit.accepted, commit.last_accepted_node == self._outstanding.last_node)
         self._seen_node = max(self._seen_node, commit.seen_node)
         self._steps += 1
         self._accepted += max(0, commit.accepted - fresh)

@@ -13,7 +13,14 @@ from dataclasses import replace
 
 from edge_client.transport import Connection, Traffic, Transport
 from shared.codec import error_of
-from shared.errors import DraftwireError, Overloaded, RemoteProtocolError, SessionNotFound, TransportError
+from shared.errors import (
+    DeviceFailure,
+    DraftwireError,
+    Overloaded,
+    RemoteProtocolError,
+    SessionNotFound,
+    TransportError,
+)
 from shared.randomness import ids_digest
 from shared.types import Close, DownFrame, Fault, Finished, Open, Opened, Resume, UpFrame
 
@@ -22,6 +29,12 @@ MAX_BACKOFF_S = 2.0
 GOODBYE_S = 1.0
 RECONNECT_FOR_S = 60.0
 """Bridges a verifier that restarts and loads its model again."""
+
+
+def cut_or_error(fault: Fault) -> DraftwireError:
+    """A verifier that goes down with its device is a cut, to be bridged like any other; else what the fault says."""
+    error = error_of(fault)
+    return TransportError(error.message) if isinstance(error, DeviceFailure) else error
 
 
 class SessionStream:
@@ -91,7 +104,7 @@ class SessionStream:
                 self.opened = opened
                 self._on_opened(opened)
             case Fault() as fault:
-                raise error_of(fault)
+                raise cut_or_error(fault)
             case None:
                 raise TransportError("the verifier ended the stream")
             case other:

@@ -18,6 +18,7 @@ from shared import codec
 from shared.errors import (
     ConfigError,
     DraftwireError,
+    LocalProtocolError,
     ModelMismatch,
     Overloaded,
     PrefixMismatch,
@@ -46,6 +47,7 @@ _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.INVALID_ARGUMENT: RemoteProtocolError,
     grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+    grpc.StatusCode.INTERNAL: LocalProtocolError,
 }
 
 

@@ -291,19 +291,6 @@ def test_alternatives_stand_beside_the_chain_likeliest_first(same: ModelDrafter,
         assert list(first) == sorted(first, reverse=True)
 
 
-def test_drafting_stops_where_the_chance_of_all_of_it_is_too_low_but_never_under_rejection(same: ModelDrafter) -> None:
-    same.begin(task(SAMPLED, Rule.AGREEMENT))
-    same.sync(PROMPT)
-    whole, short = same.propose(Budget(12)), same.propose(Budget(12, reach=0.5))
-    chance = np.cumprod(whole.confidence)
-    stops_at = next((place for place, product in enumerate(chance) if product < 0.5), 11)
-    assert len(whole.ids) == 12
-    assert 0 < stops_at < 11, "the prompt must be one where it matters"
-    assert short.ids == whole.ids[: stops_at + 1]
-    same.begin(task(SAMPLED, Rule.REJECTION))
-    assert len(same.propose(Budget(12, reach=0.999)).ids) == 12
-
-
 def test_under_noise_the_drafters_own_choice_is_the_surest_of_its_alternatives(same: ModelDrafter) -> None:
     same.begin(task(SAMPLED, Rule.AGREEMENT))
     same.sync(PROMPT)

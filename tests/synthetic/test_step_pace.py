@@ -137,7 +137,7 @@ def test_an_ack_past_the_committed_ids_is_refused() -> None:
     desk.run()
     with pytest.raises(RemoteProtocolError) as caught:
         pace(guest, PaceKind.RUN_ON, 4, ack=guest.session.length + 1)
-    assert caught.value.field == "ack"
+    assert caught.value.field == "pace.ack"
     assert guest.session.credit == 0
 
 
