@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in (exactness, distribution, loopback, demo):
         module.add_parser(commands)
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     try:
         return int(args.handler(args))
     except DraftwireError as error:

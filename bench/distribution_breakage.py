@@ -1,4 +1,4 @@
-"""Ways to break the rules of DESIGN.md section 3, from outside: drafters, devices, tries and judges that do wrong.
+"""Ways to break the rules in docs/sampling.md, from outside: drafters, devices, tries and judges that do wrong.
 
 None of this is reachable from the product. Called by `distribution_broken`, which says what each must lead to.
 """

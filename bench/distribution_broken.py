@@ -1,4 +1,4 @@
-"""The cases of `bench.distribution` in which one rule of DESIGN.md section 3 is broken on purpose.
+"""The cases of `bench.distribution` in which one rule of docs/sampling.md is broken on purpose.
 
 `BROKEN` must be caught: they show that the honest cases could fail. `NO_EFFECT` break a rule too, in a way that was
 found not to bias, each with its reason; they must match. Called by `distribution`.

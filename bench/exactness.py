@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.pairs import PAIRS, Pair, pair, spec_bench_prompts
+from bench.pairs import PAIRS, Pair, pair, prompt_source, spec_bench_prompts
 from bench.plain import PlainStep, PlainTarget
 from bench.processes import VerifierProcess, machine
 from edge_client.client import ClientConfig, SpeculativeClient
@@ -97,10 +97,12 @@ def run(args: argparse.Namespace) -> int:
     unknown = [rule for rule in rules if rule not in RULES]
     if unknown:
         raise ConfigError(f"unknown rule {unknown[0]!r}; there are {', '.join(RULES)}", field="rules")
+    cells = [cell for cell in CELLS if args.cells in cell.name]
+    if not cells or args.prompts < 1 or args.tokens < 1:
+        raise ConfigError("nothing to measure: --prompts and --tokens must be at least 1, --cells must match a cell")
     chosen = pair(args.pair)
     prompts = encoded_prompts(chosen, args.prompts)
     references = _references(chosen, prompts, rules, args.tokens)
-    cells = [cell for cell in CELLS if args.cells in cell.name]
     with VerifierProcess(chosen.target) as verifier:
         rows = asyncio.run(_measure(verifier.address, chosen, prompts, rules, cells, references, args))
     identical, of = sum(row["identical"] for row in rows), sum(row["of"] for row in rows)
@@ -109,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         "of": of,
         "pair": args.pair,
         "prompts": args.prompts,
+        "prompt_source": prompt_source(),
+        "distinct_prompts": len({tuple(ids) for ids in prompts}),
         "tokens": args.tokens,
         "machine": machine(),
         "cells": rows,

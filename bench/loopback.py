@@ -21,6 +21,7 @@ from bench.pairs import PAIRS, pair
 from bench.processes import VerifierProcess, machine, pin_self
 from edge_client.client import ClientConfig, SpeculativeClient
 from edge_client.events import Result
+from shared.errors import ConfigError
 from shared.types import PaceKind
 
 VERIFIER_CORE, DEVICE_CORE = 0, 1
@@ -74,6 +75,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; 0 if every text is the same with and without hints."""
+    rules = args.rules.split(",")
+    if not all(rule in RULES for rule in rules):
+        raise ConfigError(f"rules must be of {', '.join(RULES)}, got {args.rules!r}", field="rules")
+    if not all(length.isdigit() and 0 < int(length) <= 64 for length in args.hint_tokens.split(",")):
+        raise ConfigError(f"hint-tokens must be numbers from 1 to 64, got {args.hint_tokens!r}", field="hint_tokens")
+    if min(args.prompts, args.tokens, args.repeats) < 1:
+        raise ConfigError("nothing to measure: --prompts, --tokens and --repeats must be at least 1")
     chosen, here = pair(args.pair), machine()
     prompts = encoded_prompts(chosen, args.prompts)
     lengths = [int(length) for length in args.hint_tokens.split(",")]
@@ -87,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             hint_reach=args.hint_reach,
         )
         rows = []
-        for rule in args.rules.split(","):
+        for rule in rules:
             rows += asyncio.run(_speed(base, args, rule, lengths, prompts))
         payload = asyncio.run(_payload(base, verifier.address, prompts, args.tokens))
     result = {
@@ -99,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
         "payload": payload,
     }
     print(json.dumps(result) if args.json else _table(result))
-    return 0 if all(row["is_identical"] for row in rows) else 1
+    is_confirmed = payload["up_bytes_by_codec"] == payload["up_bytes_at_proxy"]
+    return 0 if is_confirmed and all(row["is_identical"] for row in rows) else 1
 
 
 async def _speed(

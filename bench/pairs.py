@@ -55,6 +55,11 @@ def data_folder() -> Path:
     return Path(os.environ.get("DRAFTWIRE_BENCH_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
+def prompt_source() -> str:
+    """Which prompts `spec_bench_prompts` gives here."""
+    return "spec_bench" if (data_folder() / "spec_bench.jsonl").exists() else "built-in"
+
+
 def spec_bench_prompts(count: int, max_characters: int = 1200) -> list[str]:
     """First turns of Spec-Bench, spread over its categories; repeats of the built-in ones if it is not there."""
     file = data_folder() / "spec_bench.jsonl"

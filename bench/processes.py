@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from types import TracebackType
 from typing import Self
 
+from shared import model_guard
 from shared.errors import DraftwireError
 
 START_TIMEOUT_S = 300
@@ -21,6 +23,7 @@ class VerifierProcess:
 
     def __init__(self, model: str, cores: set[int] | None = None, threads: int = 0) -> None:
         self._command = [
+            *(sys.executable, model_guard.__file__),  # ends the verifier with this process, even after a kill -9
             *(sys.executable, "-m", "cloud_verifier.cli", "--model", model, "--port", "0"),
             *("--threads", str(threads)),
         ]
@@ -31,14 +34,23 @@ class VerifierProcess:
         self._log = tempfile.TemporaryFile(mode="w+")
         self._process = subprocess.Popen(
             self._command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            start_new_session=True,
             preexec_fn=self._pin if self._cores else None,
         )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
+        timer.start()
+        try:
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            timer.cancel()
         if MARK not in line:
             self._end()
             self._log.seek(0)
@@ -58,14 +70,15 @@ class VerifierProcess:
 
     def _end(self) -> None:
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            os.killpg(self._process.pid, signal.SIGTERM)
             try:
                 self._process.wait(15)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            if pipe is not None:
+                pipe.close()
 
 
 def pin_self(cores: set[int]) -> None:

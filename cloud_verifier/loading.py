@@ -20,6 +20,7 @@ from cloud_verifier import hf
 from cloud_verifier.target_model import TorchTarget, self_check
 from shared.errors import ConfigError, ModelLoadError
 from shared.fingerprint import fingerprint
+from shared.model_folder import MANIFEST
 from shared.sampling import SamplingParams
 from shared.types import Limits, ModelCard
 from shared.vocabulary import Vocabulary
@@ -99,11 +100,18 @@ def _card(folder: Path, name: str, dtype: str, vocabulary: Vocabulary, context_s
 
 
 def target_id(folder: Path, dtype: str) -> bytes:
-    """32 bytes that name weights, dtype and configuration: texts may be continued only by the same target."""
+    """32 bytes that name weights, dtype and configuration: texts may be continued only by the same target.
+
+    Raises: ModelLoadError naming a file that is not what the folder's manifest says.
+    """
     digest = hashlib.sha256(f"draftwire.target.1\0{dtype}\0".encode())
+    recorded = _json(folder / MANIFEST).get("files", {})
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         with file.open("rb") as stream:
-            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+            content = hashlib.file_digest(stream, "sha256")
+        if content.hexdigest() != recorded.get(file.name, {}).get("sha256", content.hexdigest()):
+            raise ModelLoadError(f"{file} is corrupt: it is not what was pulled; pull it again with --force")
+        digest.update(file.name.encode() + b"\0" + content.digest())
     return digest.digest()
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import io
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -113,6 +115,9 @@ def _add_generation_options(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
         args = parser().parse_args(arguments)
         handler: Callable[[argparse.Namespace], int] = args.handler
@@ -195,7 +200,8 @@ async def _show(client: SpeculativeClient, content: Any, options: dict[str, Any]
                 case Done():
                     printer.end()
                     if with_figures:
-                        seed = None if options["sampling"].is_greedy else seeds[0]
+                        is_repeatable = options["rule"] is Rule.AGREEMENT and not options["sampling"].is_greedy
+                        seed = seeds[0] if is_repeatable else None
                         print(report_line(event.report, seed), file=sys.stderr)
                     return text
     raise AssertionError("a generation ends with Done")
@@ -207,7 +213,7 @@ async def _chat(args: argparse.Namespace) -> int:
     async with SpeculativeClient(_config(args)) as client:
         turns: list[dict[str, str]] = list(start)
         is_terminal = sys.stdin.isatty()
-        while line := (await asyncio.to_thread(_read_line, "you> " if is_terminal else "")).strip():
+        while line := (await _read_line("you> " if is_terminal else "")).strip():
             if line == "/quit":
                 break
             if line == "/reset":
@@ -219,10 +225,22 @@ async def _chat(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_line(prompt: str) -> str:
+async def _read_line(prompt: str) -> str:
+    """A line of standard input. On a daemon thread: Ctrl-C at the prompt ends the program at once."""
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[str] = loop.create_future()
+
+    def settle(text: str) -> None:
+        if not line.done():
+            line.set_result(text)
+
+    def read() -> None:
+        loop.call_soon_threadsafe(settle, sys.stdin.readline())
+
     if prompt:
         print(prompt, end="", flush=True)
-    return sys.stdin.readline()
+    threading.Thread(target=read, daemon=True).start()
+    return await line
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Must not know: drafting, wire. Called by `cli` and the demo.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, TextIO
 
 from edge_client.events import Committed, FinishReason, Report, State, StateChanged
@@ -37,9 +38,9 @@ class TextPrinter:
 
     def state(self, event: StateChanged) -> None:
         """Prints a change that a user should know of; drafting as such is not one."""
-        if self._colour and (event.state is State.RECONNECTING or event.detail):
-            self._stream.write(f"{DIM}[{event.state.value}: {event.detail}]{PLAIN}")
-            self._stream.flush()
+        if event.state is State.RECONNECTING or event.detail:
+            note = f"[{event.state.value}: {event.detail}]"
+            print(f"{DIM}{note}{PLAIN}" if has_colour(sys.stderr) else note, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Ends the text's line."""
@@ -53,7 +54,7 @@ def report_line(report: Report, seed: int | None = None) -> str:
     seeded = "" if seed is None else f", seed {seed}"
     return (
         f"[{usage.generated_tokens} tokens, {usage.accepted_tokens} accepted, "
-        f"{report.forwards_per_token:.2f} forwards/token, {report.up_bytes_per_token:.1f} bytes up/token, "
+        f"{report.forwards_per_token:.2f} forwards/token, {report.up_bytes_per_token:.1f} hint bytes/token, "
         f"{report.tokens_per_s:.1f} tokens/s{seeded}]"
     )
 

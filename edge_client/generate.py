@@ -262,7 +262,6 @@ class Generation:
             self._length.learn(commit.accepted, commit.last_accepted_node == self._outstanding.last_node)
         self._seen_node = max(self._seen_node, commit.seen_node)
         self._steps += 1
-        self._accepted += max(0, commit.accepted - fresh)
         if self._first_token_at == 0.0:
             self._first_token_at = time.perf_counter()
         pieces: list[Piece] = []
@@ -270,6 +269,7 @@ class Generation:
             delta = self._text.push([commit.ids[index]])
             self._stream.ids.append(commit.ids[index])
             pieces.append(Piece(delta.text, commit.ids[index], index < commit.accepted))
+            self._accepted += index < commit.accepted
             if delta.stop_matched is not None:
                 return [self._committed(commit, fresh, pieces), await self._stopped(delta.stop_matched)]
         if len(self._stream.ids) - self._acked >= max(1, self._stream.request.run_ahead // 2):

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shared.model_build import SOURCES
 from shared.model_bundles import PRECISIONS, ROLES, Bundle
@@ -190,7 +191,7 @@ class _Bars:
 
         self._new = tqdm
         self._label = ""
-        self._bar: tqdm | None = None
+        self._bar: Any = None
 
     def __call__(self, label: str, done: int, total: int) -> None:
         if self._bar is None or label != self._label:

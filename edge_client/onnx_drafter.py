@@ -39,8 +39,8 @@ class OnnxModel:
             self.context_size = int(config["model"]["context_length"])
             self._names = {**decoder["inputs"], **decoder["outputs"]}
             graph = folder / decoder["filename"]
-        except KeyError as error:
-            raise ModelLoadError(f"{folder / 'genai_config.json'} lacks {error.args[0]!r}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelLoadError(f"{folder / 'genai_config.json'} is not a draft's: {error!r}") from error
         self._session = _open_session(graph, threads)
         self._type = self._kv_type(graph)
         self._binding = self._session.io_binding()

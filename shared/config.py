@@ -53,7 +53,7 @@ def load_config(
                 continue
             try:
                 values[name] = _parse(value, fields[name])
-            except (ValueError, OverflowError):
+            except (ValueError, OverflowError, TypeError):
                 problems.append(f"{shown} ({where}) must be {_spoken(fields[name])}, got {value!r}")
     if problems:
         raise ConfigError("; ".join(problems))

@@ -104,7 +104,7 @@ async def test_the_real_pair_writes_the_targets_own_ids(
     folder = smollm2_draft_folder if precision == "int8" else smollm2_fp32_draft_folder
     accepted = committed = 0
     async with serving(loaded, max_wait_ms=60_000) as running:
-        config = ClientConfig(verifier=running.address, draft=str(folder), hint_tokens=8)
+        config = ClientConfig(verifier=running.address, draft=str(folder), hint_tokens=8, hint_reach=0.0)
         async with SpeculativeClient(config) as device:
             for number, prompt in enumerate(PROMPTS):
                 ids = device.encode(prompt)

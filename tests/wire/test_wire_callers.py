@@ -13,6 +13,7 @@ from edge_client import BlockingClient, ClientConfig, Committed, Done, Speculati
 from edge_client.cli import main
 from shared.errors import ConfigError, VerifierUnavailable
 from shared.sampling import GREEDY
+from shared.types import Rule
 from tests.rig import Running, serving
 from tests.tiny_pair import TinyPair
 
@@ -144,3 +145,52 @@ async def test_an_absent_verifier_is_named_by_its_address(tiny_pair: TinyPair) -
     with pytest.raises(VerifierUnavailable, match=r"127\.0\.0\.1:1"):
         await client.connect()
     await client.close()
+
+
+async def test_a_new_turn_is_encoded_anew_from_the_text_seen_and_both_sides_hold_those_ids(
+    loaded_tiny: LoadedTarget, tiny_pair: TinyPair
+) -> None:
+    """C15: what was generated may encode to other ids; the written rule is in docs/embedding.md."""
+    turns: list[dict[str, str]] = []
+    seen_at_verifier: list[list[int]] = []
+    async with serving(loaded_tiny) as running, SpeculativeClient(config(running, tiny_pair)) as client:
+        for said in ("你好 🙂", "if x:\n        return  1", "again"):
+            turns.append({"role": "user", "content": said})
+            fresh = client.encode(turns)
+            text = ""
+            async with aclosing(client.stream(turns, max_new_tokens=12, sampling=GREEDY, stop_ids=())) as events:
+                async for event in events:
+                    if isinstance(event, Committed):
+                        text += event.text
+                        if len(seen_at_verifier) < len(turns) // 2 + 1:
+                            seen_at_verifier.append(list(next(iter(running.engine._sessions.values())).opened_with.ids))
+            assert seen_at_verifier[-1] == fresh
+            result = await client.generate(fresh, max_new_tokens=12, sampling=GREEDY, stop_ids=())
+            assert result.text == text == client.tokenizer.decode(result.ids)
+            turns.append({"role": "assistant", "content": text})
+
+
+async def test_each_text_draws_its_drafts_with_a_secret_of_its_own(
+    loaded_tiny: LoadedTarget, tiny_pair: TinyPair
+) -> None:
+    """Texts of one context that shared draft draws would not be independent of one another."""
+    async with serving(loaded_tiny) as running, SpeculativeClient(config(running, tiny_pair)) as client:
+        drafter, secrets = client._drafter, []
+        assert drafter is not None
+        begin = drafter.begin
+        drafter.begin = lambda task: (secrets.append(task.secret), begin(task))[1]  # type: ignore[method-assign]
+        for _ in range(3):
+            await client.generate(PROMPT, max_new_tokens=4, rule=Rule.REJECTION, seed=1)
+    assert len(set(secrets)) == 3
+
+
+async def test_a_stop_string_leaves_no_more_accepted_ids_than_ids(
+    loaded_tiny: LoadedTarget, tiny_pair: TinyPair
+) -> None:
+    async with serving(loaded_tiny) as running, SpeculativeClient(config(running, tiny_pair)) as client:
+        whole = await client.generate(PROMPT, max_new_tokens=24, sampling=GREEDY, stop_ids=())
+        for piece in whole.pieces[:12]:
+            if piece.text.strip():
+                cut = await client.generate(PROMPT, max_new_tokens=24, sampling=GREEDY, stop_ids=(), stop=piece.text)
+                usage = cut.report.usage
+                assert usage.accepted_tokens <= usage.generated_tokens == len(cut.ids)

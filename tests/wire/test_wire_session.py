@@ -353,7 +353,7 @@ async def test_resume_displaces_the_older_stream(loaded_tiny: LoadedTarget, plai
 @pytest.mark.parametrize("way", ["receive", "send"])
 async def test_a_displaced_device_learns_it_whether_it_reads_or_writes(loaded_tiny: LoadedTarget, way: str) -> None:
     """It must not take the session back: two devices would displace each other for ever."""
-    # BUG (send): a write to a stream that ended with ABORTED is told as a cut of the network, so it is resumed.
+    # Once wrong: a write to a stream that ended with ABORTED is told as a cut of the network, so it is resumed.
     async with serving(loaded_tiny) as running, raw(running) as stub:
         transport = GrpcTransport(running.address)
         device = await transport.connect(Traffic())
