@@ -18,7 +18,6 @@ from shared import codec
 from shared.errors import (
     ConfigError,
     DraftwireError,
-    LocalProtocolError,
     ModelMismatch,
     Overloaded,
     PrefixMismatch,
@@ -47,7 +46,6 @@ _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.INVALID_ARGUMENT: RemoteProtocolError,
     grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
-    grpc.StatusCode.INTERNAL: LocalProtocolError,
 }
 
 

@@ -84,6 +84,8 @@ async def test_a_refused_pace_changes_nothing(loaded_tiny: LoadedTarget) -> None
         await stream.fault()
         await stream.fault()
         session = next(iter(running.engine._sessions.values()))
+        await running.settled(lambda: session.credit == 0)
+        await running.commands_done()
         assert (session.run_ahead, session.length) == (2, 5)
 
 
