@@ -6,7 +6,7 @@ Whatever is proposed here can only make ids come sooner; the rules below decide 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -238,5 +238,3 @@ def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
     most = min(len(a), len(b))
     return next((index for index in range(most) if a[index] != b[index]), most)
 
-
-DrafterFactory = Callable[[], Drafter]
