@@ -237,4 +237,3 @@ class ModelDrafter:
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
     most = min(len(a), len(b))
     return next((index for index in range(most) if a[index] != b[index]), most)
-
