@@ -10,11 +10,13 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 import edge_client.drafter as drafting
 from bench.distribution_device import Device
 from bench.distribution_honest import TWO_BYTES, CutsAtStop
 from bench.distribution_setting import Patch
+from cloud_verifier.noise import row_keys
 from edge_client.drafter import DraftTask, HintTree, ModelDrafter
 from shared import randomness, rejection
 from shared.hint_trie import HintTrie, Node
@@ -225,6 +227,11 @@ def judged_twice(target: Warped, row: QRow, hinted: int, seed: int, epoch: int, 
 def noise_of_one_position(seed: int, position: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Noise that does not depend on the position."""
     return _noise(seed, 0, ids)
+
+
+def keys_of_one_position(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The verifier's keys of noise that does not depend on the position."""
+    return row_keys(seeds, torch.zeros_like(positions))
 
 
 def digest_of_last(ids: Sequence[int]) -> bytes:

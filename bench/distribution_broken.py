@@ -13,6 +13,7 @@ from bench import distribution_breakage as breakage
 from bench.distribution_honest import LATE_ON, PATIENT, SPREAD, STOP, Case, CutsAtStop, lost_by_length
 from bench.distribution_setting import Link, Setting
 from bench.toy_pair import SPREAD_IDS, ToyPair
+from cloud_verifier import row_choice
 from shared import agreement, rejection
 from shared.sampling import SamplingParams
 from shared.types import PaceKind, Rule
@@ -139,7 +140,13 @@ BROKEN = (
     ),
     _broken(
         "noise that forgets its position",
-        Setting(rule=Rule.AGREEMENT, patches=((agreement, "noise", breakage.noise_of_one_position),)),
+        Setting(
+            rule=Rule.AGREEMENT,
+            patches=(
+                (agreement, "noise", breakage.noise_of_one_position),
+                (row_choice, "row_keys", breakage.keys_of_one_position),
+            ),
+        ),
         "the same id wins again and again",
     ),
 )

@@ -14,7 +14,7 @@ from functools import partial
 from bench.distribution_setting import TEXT_IDS, Outcome, Setting
 from bench.toy_pair import ENDED, ToyDraft, ToyTarget
 from cloud_verifier.judge import Judge
-from cloud_verifier.scheduler import Scheduler, StepPlan
+from cloud_verifier.scheduler import Scheduler, StepBudget, StepPlan
 from cloud_verifier.sessions import Session
 from cloud_verifier.worker import Worker
 from shared import codec
@@ -32,7 +32,9 @@ class World:
         self.setting, self.now_ms = setting, 0.0
         self.valid_ids = setting.pair.valid_ids
         self.target = ToyTarget(setting.pair)
-        self.scheduler = Scheduler(prefill_tokens=1)  # so that a hint can be there before the first id is judged
+        self.scheduler = Scheduler(
+            StepBudget(prefill_tokens=1)
+        )  # so that a hint can be there before the first id is judged
         self.worker = Worker(self.target, Judge(self.valid_ids), self.scheduler, clock=lambda: self.now_ms / 1000)
         self.rim = codec.Rim(setting.limits, self.valid_ids)
         self._base = mix64(seed)
@@ -48,7 +50,7 @@ class World:
         try:
             return life.run()
         finally:
-            self.worker.drop(life.session)
+            self.worker.drop(life.session, "over")
 
 
 class Life:
@@ -159,7 +161,7 @@ class Life:
         self._greet(asked.have)
 
     def _reopen(self) -> None:
-        self.world.worker.drop(self.session)
+        self.world.worker.drop(self.session, "lost")
         request = self.device.reopening(self.request)
         self.session = self._open(request)
         self._greet()
@@ -206,7 +208,7 @@ class Life:
         if have is not None:
             self._outbox += self.session.replay(have)
         else:
-            self.world.worker.finish_if_ended(self.session)
+            self.session.finish_if_ended()
         self._serve()
 
     def _serve(self) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cloud_verifier.kv_pool import KvPool, KvSlot
-from cloud_verifier.target_model import RowInput
+from cloud_verifier.slot import Slot
+from cloud_verifier.target_model import KvUse, RowInput, Timing
 from shared.sampling import Counts, SamplingParams, warp_reference
 
 N = TypeVar("N", int, float)
@@ -90,28 +90,46 @@ def row_index(ranks: dict[int, int], before: int, last: int) -> int:
     return ranks[before] * IDS + ranks[last]
 
 
-class ToySlot(KvSlot):
+class ToySlot:
     """Holds ids instead of keys and values: what was fed, up to `length`; past it, scratch of the last forward."""
 
-    def __init__(self, pool: KvPool) -> None:
-        super().__init__(pool)
+    def __init__(self) -> None:
+        self.pages: list[int] = []
         self.fed: list[int] = []
         self.scratch: list[int] = []
 
+    @property
+    def length(self) -> int:
+        """See Slot."""
+        return len(self.fed)
+
+    def try_reserve(self, count: int) -> bool:
+        """See Slot: there is always room."""
+        return True
+
     def keep(self, offsets: Sequence[int]) -> None:
-        """See KvSlot."""
+        """See Slot."""
         self.fed += [self.scratch[offset] for offset in offsets]
-        self.length = len(self.fed)
 
     def roll_back(self, length: int) -> None:
-        """See KvSlot."""
+        """See Slot."""
         assert 0 <= length <= self.length
         del self.fed[length:]
-        self.length = length
 
-    def clear(self) -> None:
-        """See KvSlot."""
-        self.fed, self.length = [], 0
+    def seal(self, ids: Sequence[int]) -> None:
+        """See Slot: nothing is shared."""
+
+    def adopt(self, ids: Sequence[int]) -> int:
+        """See Slot: nothing is shared."""
+        return 0
+
+    def scrub(self, from_row: int) -> None:
+        """See Slot: all rows are finite."""
+
+    def clear(self) -> int:
+        """See Slot."""
+        self.fed = []
+        return 0
 
 
 class ToyTarget:
@@ -120,21 +138,31 @@ class ToyTarget:
     context_size = 64
 
     def __init__(self, pair: ToyPair) -> None:
-        self._pool = KvPool()
         self._ranks = pair.ranks
         self._rows = torch.from_numpy(pair.target_rows())
 
-    def new_slot(self) -> KvSlot:
+    def new_slot(self, principal: str = "") -> Slot:
         """See TargetModel."""
-        return ToySlot(self._pool)
+        return ToySlot()
 
-    def release(self, slot: KvSlot) -> None:
+    def release(self, slot: Slot) -> None:
         """See TargetModel."""
         slot.clear()
 
-    def forward(self, rows: Sequence[RowInput]) -> list[torch.Tensor]:
+    def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
         """See TargetModel."""
-        return [self._rows[self._indices(row)] for row in rows]
+        return torch.cat([self._rows[self._indices(row)] for row in rows])
+
+    def timing(self) -> Timing:
+        """See TargetModel."""
+        return Timing()
+
+    def recover(self) -> None:
+        """See TargetModel."""
+
+    def kv_use(self) -> KvUse:
+        """See TargetModel."""
+        return KvUse()
 
     def _indices(self, row: RowInput) -> list[int]:
         slot = row.slot

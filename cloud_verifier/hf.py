@@ -9,16 +9,20 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 import torch
 import transformers
 from tokenizers import normalizers, pre_tokenizers
 
+from cloud_verifier.attention import RaggedAttention
+from cloud_verifier.kv_pool import LayerShape
 from shared.errors import ModelLoadError
 
 # ---------------------------------------------------------------- converting
@@ -97,39 +101,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---------------------------------------------------------------- loading a target
 
 
-class KvWriter(Protocol):
-    """Where a forward puts its keys and values."""
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new rows (1, H, n, D) after the kept ones; returns all rows (1, H, kept + n, D)."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Rows kept."""
-        ...
+ATTENTION = "draftwire"
+_running = threading.local()
+"""`step`: the RaggedAttention of the forward that this thread runs."""
 
 
-class WriterCache(transformers.Cache):  # type: ignore[misc]
-    """A transformers Cache that stores nothing itself: every layer's update goes to a KvWriter."""
+class _StepCache(transformers.Cache):  # type: ignore[misc]
+    """A transformers Cache that stores nothing itself: every layer's new rows go to the step's pages."""
 
-    def __init__(self, writer: KvWriter) -> None:
+    def __init__(self, step: RaggedAttention) -> None:
         super().__init__(layers=[])
-        self._writer = writer
+        self._step = step
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by each attention layer; what the layer then reads is gathered in `_attend`."""
+        self._step.write(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not used: every forward brings its own positions."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Not used: the step holds its own masks."""
+        return query_length, 0
+
+
+class _ProbeCache(_StepCache):
+    """Notes what each layer keeps for a token."""
+
+    def __init__(self) -> None:
+        transformers.Cache.__init__(self, layers=[])
+        self.shapes: dict[int, LayerShape] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by each attention layer."""
-        return self._writer.write(layer_idx, key_states, value_states)
+        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows kept before this forward."""
-        return self._writer.length
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Not used: every forward brings its own 4-D mask."""
-        return self._writer.length + query_length, 0
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls in each layer of our forward."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = int(getattr(module, "layer_idx"))  # noqa: B009 (an attribute that mypy does not know)
+    return _running.step.attend(layer, query, scale, softcap).contiguous(), None
+
+
+transformers.AttentionInterface.register(ATTENTION, _attend)
 
 
 class CausalLm:
@@ -138,9 +171,12 @@ class CausalLm:
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config()
+        self.layer_types = tuple(getattr(self.config, "layer_types", None) or ())
+        self._own_attention = str(self.config._attn_implementation)
+        self._lock = threading.Lock()
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self.layer_types = tuple(getattr(self.config, "layer_types", None) or ())
+        self.model.set_attn_implementation(ATTENTION)
 
     @property
     def sliding_window(self) -> int:
@@ -150,37 +186,79 @@ class CausalLm:
             return 0
         return int(window) if not self.layer_types or "sliding_attention" in self.layer_types else 0
 
+    def layer_kind(self, layer: int) -> str:
+        """Which mask a layer takes: "full_attention" or "sliding_attention"."""
+        if self.layer_types:
+            return self.layer_types[layer] if self.sliding_window else "full_attention"
+        return "sliding_attention" if self.sliding_window else "full_attention"
+
+    @torch.inference_mode()
+    def kv_shapes(self) -> list[LayerShape]:
+        """What each layer keeps for a token.
+
+        Raises: ModelLoadError if some layer keeps something else than keys and values: it could not be rolled back.
+        """
+        cache = _ProbeCache()
+        with self._own():
+            try:
+                ids = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+                self.model(input_ids=ids, use_cache=True, **{self._cache_argument: cache})
+            except Exception as error:
+                raise ModelLoadError(
+                    f"this architecture does not run with our KV cache: {_first_line(error)}"
+                ) from error
+        layers = int(self.config.num_hidden_layers)
+        if sorted(cache.shapes) != list(range(layers)):
+            missing = sorted(set(range(layers)) - set(cache.shapes))
+            raise ModelLoadError(
+                f"this architecture is not supported: layers {missing} of {layers} keep no keys and values of their "
+                f"own (a recurrent state, or a cache shared between layers), so they can't be rolled back"
+            )
+        return [cache.shapes[layer] for layer in range(layers)]
+
     @torch.inference_mode()
     def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        masks: Mapping[str, torch.Tensor],
-        writer: KvWriter,
-        wanted: torch.Tensor,
+        self, ids: torch.Tensor, positions: torch.Tensor, step: RaggedAttention, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Scores of the wanted rows after one forward; keys and values go to `writer`.
+        """Scores of the wanted tokens after one forward over the packed tokens of a step.
 
-        `masks`: additive, one per layer type ("full_attention", "sliding_attention").
-        Shapes: ids, positions (1, n) int64; masks (1, 1, n, kept + n); wanted (w,) int64; result (w, V) float32.
+        Shapes: ids, positions (N,) int64; wanted (R,) int64, R >= 1; result (R, V) float32.
         """
-        mask: Any = dict(masks) if len(set(self.layer_types)) > 1 else next(iter(masks.values()))
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            logits_to_keep=wanted,
-            **{self._cache_argument: WriterCache(writer)},
-        )
+        with self._lock:
+            _running.step = step
+            try:
+                output = self.model(
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    use_cache=True,
+                    logits_to_keep=wanted,
+                    **{self._cache_argument: _StepCache(step)},
+                )
+            finally:
+                del _running.step
         return torch.as_tensor(output.logits[0]).float()
 
     @torch.inference_mode()
     def own_causal_scores(self, ids: list[int]) -> torch.Tensor:
         """The model's own forward, without our cache or masks: what the self-check holds us to. Shapes: (n, V)."""
         device = self.model.device
-        output = self.model(input_ids=torch.tensor([ids], device=device), use_cache=False)
+        with self._own():
+            output = self.model(input_ids=torch.tensor([ids], device=device), use_cache=False)
         return torch.as_tensor(output.logits[0]).float()
+
+    def compile(self) -> None:
+        """Compiles the layers with torch.compile; attention and pages stay outside, so that shapes may vary."""
+        self.model.compile(dynamic=True)
+
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """Attention as transformers runs it. Whoever shares this model on another thread waits."""
+        with self._lock:
+            self.model.set_attn_implementation(self._own_attention)
+            try:
+                yield
+            finally:
+                self.model.set_attn_implementation(ATTENTION)
 
 
 def load_causal_lm(folder: Path, dtype: torch.dtype, device: str) -> CausalLm:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from cloud_verifier import hf
-from cloud_verifier.target_model import TorchTarget, self_check
+from cloud_verifier.self_check import self_check
+from cloud_verifier.target_model import TorchTarget
 from shared.errors import ConfigError, ModelLoadError
 from shared.fingerprint import fingerprint
 from shared.model_folder import MANIFEST
@@ -33,6 +34,10 @@ SELF_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16
 and 0.03, one with a wrong tree mask by 0.13 or more."""
 
 
+CPU_KV_BYTES = 1 << 30
+CUDA_KV_SHARE = 0.85
+
+
 @dataclass(frozen=True)
 class LoadedTarget:
     """A target that passed its self-check."""
@@ -43,10 +48,13 @@ class LoadedTarget:
     """Shape (V,): ids that exist; padding rows and holes are False."""
 
 
-def load_target(folder: Path, name: str, dtype: str, device: str, limits: Limits) -> LoadedTarget:
-    """Loads, checks and describes a target.
+def load_target(
+    folder: Path, name: str, dtype: str, device: str, limits: Limits, kv_bytes: int = 0, is_compiled: bool = False
+) -> LoadedTarget:
+    """Loads, checks and describes a target. `kv_bytes`: memory for keys and values, 0 for what the device has to spare.
 
-    Raises: ModelLoadError naming the file or the reason; ConfigError for a device that is not there.
+    Raises: ModelLoadError naming the file or the reason; ConfigError for a device that is not there, or too small a
+    `kv_bytes`.
     """
     _check_device(device)
     torch_dtype = DTYPES[dtype]
@@ -56,11 +64,22 @@ def load_target(folder: Path, name: str, dtype: str, device: str, limits: Limits
     if vocabulary.size > rows:
         raise ModelLoadError(f"{folder / 'tokenizer.json'}: {vocabulary.size} ids, but the model has {rows} rows")
     context_size = min(_usable_context(lm.config), limits.max_context_tokens)
-    model = TorchTarget(lm, context_size)
+    model = TorchTarget(lm, context_size, kv_bytes or spare_bytes(device))
+    context_size = model.context_size
     worst = self_check(model, SELF_CHECK_TOLERANCE[torch_dtype])
     log.info("self-check of %s: relative difference %.2g", name, worst)
+    if is_compiled:
+        lm.compile()
     card = _card(folder, name, dtype, vocabulary, context_size, limits)
     return LoadedTarget(model, card, vocabulary.valid_mask(rows))
+
+
+def spare_bytes(device: str) -> int:
+    """Memory for keys and values if nobody said how much: on a GPU 85 % of what the weights left free, else 1 GiB."""
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return int(free * CUDA_KV_SHARE)
+    return CPU_KV_BYTES
 
 
 def _usable_context(config: Any) -> int:

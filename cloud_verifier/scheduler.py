@@ -1,18 +1,36 @@
 """What runs next: which sessions, which of their ids and hint nodes. Pure: time is an argument, nothing waits.
 
-Must not know: models, wire, threads. Called by `worker`. In this version a step holds one session; the plan is a list
-all the same. Fair: of the runnable sessions the one that has waited longest goes first.
+Must not know: models, wire, threads. Called by `worker`. Of the runnable sessions the one that has waited longest goes
+first, so with n of them none waits more than n - 1 steps that serve others. Prefill chunks, hint nodes and plain
+decodes share one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from cloud_verifier.hint_choice import choose_nodes
+from cloud_verifier.hint_choice import Candidate, choose_nodes
 from cloud_verifier.sessions import Session
+from cloud_verifier.step_cost import StepCost
 from shared.hint_trie import Node
 from shared.types import PaceKind
+
+LINGER_SHARE = 0.1
+LINGER_MOST_S = 0.010
+"""A step may begin so much later, of a step's time, if hints of sessions just served are about to come."""
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """How much one step may hold."""
+
+    sessions: int = 64
+    """Sessions served in one step."""
+    prefill_tokens: int = 256
+    """Committed ids fed for all those sessions together that have more than one to feed."""
+    nodes: int = 256
+    """Hint nodes verified for all sessions together."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +45,17 @@ class PlannedRow:
     nodes: tuple[Node, ...]
     seen_node: int
     queue_us: int
+    is_judged: bool
+    """True if the feed reaches the last committed id: the row decides ids."""
 
     @property
-    def is_judged(self) -> bool:
-        """True if this row decides ids."""
-        return self.session.slot.length + len(self.feed) == self.session.length
+    def tokens(self) -> int:
+        """Tokens that the row feeds."""
+        return len(self.feed) + len(self.nodes)
+
+    def without_nodes(self) -> PlannedRow:
+        """The same row as a plain step."""
+        return replace(self, nodes=())
 
 
 @dataclass(frozen=True)
@@ -44,11 +68,15 @@ class StepPlan:
 class Scheduler:
     """Chooses the next step. Holds no clock and no thread."""
 
-    def __init__(self, max_sessions_per_step: int = 1, prefill_tokens: int = 256) -> None:
-        """`prefill_tokens` committed ids are fed at most per row and step."""
+    def __init__(self, budget: StepBudget | None = None, cost: StepCost | None = None) -> None:
+        self.budget = budget or StepBudget()
+        self.cost = cost or StepCost()
         self._sessions: dict[bytes, Session] = {}
-        self._max_sessions = max_sessions_per_step
-        self._prefill_tokens = prefill_tokens
+        self._last_step_end: float | None = None
+        self._room = 1.0
+        self._is_tight = False
+
+    # ------------------------------------------------------------ sessions
 
     def add(self, session: Session) -> None:
         """A session to be served from now on."""
@@ -59,52 +87,145 @@ class Scheduler:
         return self._sessions.pop(session.id, None) is not None
 
     def sessions(self) -> Iterable[Session]:
-        """All sessions served."""
+        """All sessions served, in the order they were opened."""
         return self._sessions.values()
 
+    # ------------------------------------------------------------ what happened
+
+    def note_step(self, tokens: int, seconds: float, now: float) -> None:
+        """A step has ended."""
+        self.cost.note(tokens, seconds)
+        self._last_step_end, self._is_tight = now, False
+        self._room = min(1.0, self._room * 1.05)
+
+    def note_out_of_memory(self) -> None:
+        """A step did not fit: the next ones are half as large, and grow again slowly."""
+        self._room = max(0.01, self._room / 2)
+
+    def note_no_room(self) -> None:
+        """No row of the plan found room in the KV pool: next the session that was opened first goes first."""
+        self._is_tight = True
+
+    # ------------------------------------------------------------ planning
+
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing is runnable now. `now` in seconds."""
+        """The next step, or None if nothing is to run now. `now` in seconds."""
         waiting = []
+        at_work = sum(1 for session in self._sessions.values() if session.is_at_work)
         for session in self._sessions.values():
             session.note_credit(now)
-            if self._is_runnable(session, now):
+            if now >= self._runs_at(session, at_work):
                 session.runnable_since = now if session.runnable_since is None else session.runnable_since
                 waiting.append(session)
             else:
                 session.runnable_since = None
-        waiting.sort(key=lambda session: now if session.runnable_since is None else session.runnable_since)
-        rows = tuple(self._row(session, now) for session in waiting[: self._max_sessions])
-        return StepPlan(rows) if rows else None
+        if not waiting or self._linger_until(now, waiting) is not None:
+            return None
+        if not self._is_tight:
+            waiting.sort(key=lambda session: session.runnable_since or 0.0)
+        fed = list(self._feeds(waiting))
+        return StepPlan(tuple(self._rows(fed, now)))
 
     def wake_at(self, now: float) -> float | None:
-        """When a session that is not runnable now becomes so by time alone; None if none will."""
-        times = [
-            session.idle_since + session.limits.max_wait_ms / 1000
-            for session in self._sessions.values()
-            if session.sink is not None and session.finished is None and session.credit > 0
+        """When a step may be due by time alone, after `plan` gave none; None if only a command can change that."""
+        at_work = sum(1 for session in self._sessions.values() if session.is_at_work)
+        times = [self._runs_at(session, at_work) for session in self._sessions.values()]
+        runnable = [session for session, time in zip(self._sessions.values(), times, strict=True) if time <= now]
+        linger = self._linger_until(now, runnable) if runnable else None
+        if linger is not None:
+            return linger
+        later = [time for time in times if time < float("inf")]
+        return max(now, min(later)) if later else None
+
+    def _runs_at(self, session: Session, at_work: int) -> float:
+        """From when on a session may run: at once with hints or ids to prefill, else as its pace says."""
+        if not session.is_at_work:
+            return float("inf")
+        if session.unfed > 1 or session.trie.children:
+            return float("-inf")
+        return session.idle_since + self._patience_s(session, at_work)
+
+    def _patience_s(self, session: Session, at_work: int) -> float:
+        """How long a session stands still for want of hints.
+
+        `auto` is run_on up to half of what a step holds, and turns to wait as the verifier fills.
+        """
+        if session.pace is PaceKind.RUN_ON:
+            return 0.0
+        most = session.limits.max_wait_ms / 1000
+        if session.pace is PaceKind.WAIT:
+            return most
+        load = (at_work - 1) / self.budget.sessions
+        return most * min(1.0, max(0.0, 2 * load - 1))
+
+    def _linger_until(self, now: float, runnable: list[Session]) -> float | None:
+        """Until when to wait for hints that are about to come; None to begin at once.
+
+        Devices answer the last step's commits within a moment of each other: without this the first to answer would
+        get a step of its own, and the others wait for it.
+        """
+        if self._last_step_end is None:
+            return None
+        until = self._last_step_end + min(LINGER_MOST_S, LINGER_SHARE * self.cost.mean_s)
+        if now >= until or len(runnable) >= self.budget.sessions:
+            return None
+        here = {id(session) for session in runnable}
+        expected = (s.hint_expected_at for s in self._sessions.values() if s.is_at_work and id(s) not in here)
+        return until if any(time is not None and time <= until for time in expected) else None
+
+    def _feeds(self, waiting: Iterable[Session]) -> Iterator[tuple[Session, tuple[int, ...]]]:
+        """The sessions of the step and the committed ids that each feeds."""
+        room = max(1, int(self.budget.prefill_tokens * self._room))
+        places = max(1, int(self.budget.sessions * self._room))
+        for session in waiting:
+            if not places:
+                return
+            session.take_shared()
+            count = min(session.unfed, room) if session.unfed > 1 else 1
+            if not count:
+                continue
+            room -= count if session.unfed > 1 else 0
+            places -= 1
+            at = session.slot.length
+            yield session, tuple(session.ids[at : at + count])
+
+    def _rows(self, fed: list[tuple[Session, tuple[int, ...]]], now: float) -> Iterator[PlannedRow]:
+        reaches = [session.unfed == len(feed) for session, feed in fed]
+        candidates = [
+            Candidate(
+                session.trie,
+                session.acceptance,
+                session.credit if reached else 0,
+                session.limits.max_step_nodes,
+                session.is_chain,
+            )
+            for (session, _), reached in zip(fed, reaches, strict=True)
         ]
-        return max(now, min(times)) if times else None
+        tokens = sum(len(feed) for _, feed in fed)
+        most = int(self.budget.nodes * self._room)
+        nodes = choose_nodes(candidates, most, float(sum(reaches)), tokens, self.cost.token_share)
+        for (session, feed), reached, chosen in zip(fed, reaches, nodes, strict=True):
+            since = session.runnable_since if session.runnable_since is not None else now
+            queue_us = int((now - since) * 1e6)
+            yield PlannedRow(session, feed, tuple(chosen), session.trie.highest_number, queue_us, reached)
 
-    def _is_runnable(self, session: Session, now: float) -> bool:
-        if session.finished is not None or session.sink is None or session.credit == 0:
-            return False
-        if session.unfed > 1 or session.trie.children or self._runs_on(session):
-            return True
-        return now >= session.idle_since + session.limits.max_wait_ms / 1000
+    # ------------------------------------------------------------ room in the KV pool
 
-    def _runs_on(self, session: Session) -> bool:
-        """`auto` runs on while this is the only session at work, and waits for hints when others want the device."""
-        if session.pace is not PaceKind.AUTO:
-            return session.pace is PaceKind.RUN_ON
-        return not any(
-            other is not session and other.sink is not None and other.finished is None and other.credit > 0
-            for other in self._sessions.values()
-        )
+    def oldest_first(self, rows: Iterable[PlannedRow]) -> list[PlannedRow]:
+        """Rows in the order in which their sessions were opened."""
+        order = {id(session): index for index, session in enumerate(self._sessions.values())}
+        return sorted(rows, key=lambda row: order[id(row.session)])
 
-    def _row(self, session: Session, now: float) -> PlannedRow:
-        feed = tuple(session.ids[session.slot.length : session.slot.length + self._prefill_tokens])
-        reaches_end = session.slot.length + len(feed) == session.length
-        most = session.limits.max_step_nodes
-        nodes = choose_nodes(session.trie, most, session.credit) if reaches_end else []
-        waited = now - (session.runnable_since if session.runnable_since is not None else now)
-        return PlannedRow(session, feed, tuple(nodes), session.trie.highest_number, int(waited * 1e6))
+    def victim(self, needing: Session, fixed: Collection[int]) -> Session | None:
+        """Whose pages to take so that `needing` can run; None if it has to wait. `fixed`: id() of those not to touch.
+
+        Idle sessions first, the longest idle before others; then sessions at work that were opened after this one, the
+        youngest first: so the oldest always gets on, and nobody is undone by somebody younger.
+        """
+        order = {id(session): index for index, session in enumerate(self._sessions.values())}
+        holding = [s for s in self._sessions.values() if s.slot.pages and s is not needing and id(s) not in fixed]
+        idle = [session for session in holding if session.runnable_since is None]
+        if idle:
+            return min(idle, key=lambda session: (session.is_at_work, session.idle_since))
+        younger = [session for session in holding if order[id(session)] > order[id(needing)]]
+        return max(younger, key=lambda session: order[id(session)], default=None)

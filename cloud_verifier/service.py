@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import grpc
 import numpy as np
@@ -15,7 +18,7 @@ import numpy.typing as npt
 
 from cloud_verifier.engine import Engine, EngineStream
 from shared import codec
-from shared.errors import DraftwireError, RemoteProtocolError
+from shared.errors import DraftwireError, Overloaded, RemoteProtocolError, VerifierUnavailable
 from shared.pb import verifier_pb2 as pb
 from shared.pb import verifier_pb2_grpc
 from shared.types import Open, Resume
@@ -23,18 +26,47 @@ from shared.types import Open, Resume
 log = logging.getLogger("draftwire.service")
 
 FIRST_FRAME_TIMEOUT_S = 30.0
+RETRY_STREAM_MS = 1000
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """How many streams may be open at once, those included that have not said yet what they want."""
+
+    all_streams: int = 4096
+    principal_streams: int = 0
+    """Streams of one principal; 0: no limit of its own."""
 
 
 class VerifierService(verifier_pb2_grpc.VerifierServicer):
-    """Serves Describe and Session over one engine."""
+    """Serves Describe and Session over one engine, once there is one. A principal is a connection, for now."""
 
-    def __init__(self, engine: Engine, valid_ids: npt.NDArray[np.bool_]) -> None:
-        self._engine = engine
+    def __init__(
+        self, limits: StreamLimits | None = None, on_refused: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """`on_refused` hears of streams that were one too many."""
+        self._limits = limits or StreamLimits()
+        self._on_refused = on_refused
+        self._streams: Counter[str] = Counter()
+        self._engine: Engine | None = None
+
+    def begin(self, engine: Engine, valid_ids: npt.NDArray[np.bool_]) -> None:
+        """From now on calls are served; before, they are told that the model is being loaded."""
         self._rim = codec.Rim(engine.describe().limits, valid_ids)
         self._reply = codec.encode_card(engine.describe())
+        self._engine = engine
+
+    def _ready(self) -> Engine:
+        if self._engine is None:
+            raise VerifierUnavailable("the verifier is loading its model")
+        return self._engine
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeReply:
         """What is served."""
+        try:
+            self._ready()
+        except DraftwireError as error:
+            await context.abort(getattr(grpc.StatusCode, error.grpc_status), error.message)
         return self._reply
 
     async def Session(
@@ -44,13 +76,15 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         stream: EngineStream | None = None
         reader: asyncio.Task[None] | None = None
         answers = "open"
+        admitted = ExitStack()
         try:
+            admitted.enter_context(self._counted(context.peer()))
             async with asyncio.timeout(FIRST_FRAME_TIMEOUT_S):
                 first = await anext(aiter(requests), None)
             if first is None:
                 return
             answers = first.WhichOneof("frame") or "frame"
-            stream = await self._attach(first)
+            stream = await self._attach(first, context.peer())
             yield codec.encode_opened(stream.opened)
             answers = ""
             reader = asyncio.create_task(self._read(requests, stream))
@@ -68,14 +102,33 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
                 reader.cancel()
             if stream is not None:
                 stream.detach()
+            admitted.close()
 
-    async def _attach(self, first: pb.Up) -> EngineStream:
+    @contextmanager
+    def _counted(self, principal: str) -> Iterator[None]:
+        """One more stream. Raises: Overloaded, VerifierUnavailable."""
+        self._ready()
+        most, most_of_one = self._limits.all_streams, self._limits.principal_streams
+        is_one_too_many = self._streams.total() >= most
+        if is_one_too_many or (most_of_one and self._streams[principal] >= most_of_one):
+            self._on_refused("streams")
+            whose = f"{most} in all" if is_one_too_many else f"{most_of_one} of this connection"
+            raise Overloaded(f"too many streams are open: {whose}", retry_after_ms=RETRY_STREAM_MS)
+        self._streams[principal] += 1
+        try:
+            yield
+        finally:
+            self._streams[principal] -= 1
+            if not self._streams[principal]:
+                del self._streams[principal]
+
+    async def _attach(self, first: pb.Up, principal: str) -> EngineStream:
         frame = codec.decode_up(first, self._rim)
         match frame:
             case Open():
-                return await self._engine.open(frame)
+                return await self._ready().open(frame, principal)
             case Resume():
-                return await self._engine.resume(frame)
+                return await self._ready().resume(frame, principal)
             case _:
                 raise RemoteProtocolError("a stream begins with open or resume", field="frame")
 

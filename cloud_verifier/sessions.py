@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cloud_verifier.kv_pool import KvSlot
+from cloud_verifier.hint_choice import Acceptance
+from cloud_verifier.slot import Slot
 from shared.errors import DraftwireError, PrefixMismatch, RemoteProtocolError
 from shared.hint_trie import Drop, HintTrie
 from shared.randomness import ids_digest, short_digest
@@ -51,7 +52,7 @@ class Session:
     id: SessionId
     opened_with: Open
     seed: int
-    slot: KvSlot
+    slot: Slot
     limits: Limits
     context_size: int
     target_id: bytes
@@ -76,7 +77,11 @@ class Session:
         self.usage = Usage(context_tokens=request.generated_from)
         self.accepted_flags: list[bool] = [False] * (len(self.ids) - self.generated_from)
         self.logprobs: list[float] = [0.0] * len(self.accepted_flags)
+        self.principal = ""
+        self.acceptance = Acceptance()
+        self.reused_tokens = 0
         self.idle_since = self.now
+        self.hint_lag_s: float | None = None
         self.runnable_since: float | None = None
         self.detached_at: float | None = None
         self.paused_since: float | None = None
@@ -101,9 +106,24 @@ class Session:
         return max(0, min(self.ack + self.run_ahead, self.end) - self.length)
 
     @property
+    def is_at_work(self) -> bool:
+        """True if a device is attached and ids may be committed now."""
+        return self.finished is None and self.sink is not None and self.credit > 0
+
+    @property
+    def hint_expected_at(self) -> float | None:
+        """When the next hint should come, going by the last ones; None if that is not known."""
+        return None if self.hint_lag_s is None else self.idle_since + self.hint_lag_s
+
+    @property
     def unfed(self) -> int:
         """Committed ids that have no keys and values yet; at least 1."""
         return self.length - self.slot.length
+
+    def take_shared(self) -> None:
+        """Takes what the KV pool has of the beginning of the text, if the slot is empty."""
+        if not self.slot.length:
+            self.reused_tokens = self.slot.adopt(self.ids)
 
     def opened(self, reused: int = 0) -> Opened:
         """What answers Open and Resume."""
@@ -129,8 +149,15 @@ class Session:
 
     # ------------------------------------------------------------ frames in
 
-    def hint(self, frame: Hint) -> int:
+    def note_hint(self, now: float) -> None:
+        """A hint came after the session had none: how long after its last commit that was."""
+        lag = max(0.0, now - self.idle_since)
+        self.hint_lag_s = lag if self.hint_lag_s is None else 0.5 * self.hint_lag_s + 0.5 * lag
+
+    def hint(self, frame: Hint, is_welcome: bool = True) -> int:
         """Merges a hint into the trie; returns how many nodes are new. Hints of other epochs are ignored.
+
+        Of a hint that is not welcome (over its principal's rate) only the ack counts: its nodes are over budget.
 
         Raises: RemoteProtocolError or PrefixMismatch; the session is unharmed.
         """
@@ -147,7 +174,7 @@ class Session:
         if frame.base_digest is not None and not frame.base_node and self.is_base_unchecked:
             self._check_base(frame.base_position, frame.base_digest)
         self.ack = max(self.ack, frame.ack)
-        fresh = self.trie.insert(frame, self.ids)
+        fresh = self.trie.insert(frame, self.ids) if is_welcome else self.trie.refuse(frame)
         self.usage = replace(self.usage, hint_nodes=self.usage.hint_nodes + len(frame.ids))
         return fresh
 
@@ -192,6 +219,12 @@ class Session:
         """Closes the epoch."""
         self.finished = Finished(self.opened_with.epoch, reason, self.usage)
         return self.finished
+
+    def finish_if_ended(self) -> None:
+        """Closes the epoch if nothing may follow, and says so."""
+        reason = self.ended_reason()
+        if reason is not None and self.sink is not None:
+            self.sink.send(self.finish(reason))
 
     def ended_reason(self) -> Reason | None:
         """Why nothing may follow the last committed id; None if something may."""

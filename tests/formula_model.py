@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from cloud_verifier.judge import Judge
-from cloud_verifier.scheduler import Scheduler
+from cloud_verifier.scheduler import Scheduler, StepBudget
 from cloud_verifier.sessions import Session
-from cloud_verifier.target_model import RowInput
+from cloud_verifier.step_cost import StepCost
+from cloud_verifier.target_model import KvUse, RowInput, Timing
 from cloud_verifier.worker import Worker
 from shared.errors import DraftwireError
 from shared.sampling import GREEDY, SamplingParams
@@ -52,12 +53,38 @@ def formula_row(path: Sequence[int]) -> Row:
 
 
 class PathSlot:
-    """A KvSlot that keeps the ids themselves."""
+    """A Slot that keeps the ids themselves. Pages are only counted: of 16 rows, from the target's `free_pages`."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: FormulaTarget) -> None:
         self.kept: list[int] = []
         self.scratch: list[int] = []
+        self.pages: list[int] = []
         self.is_released = False
+        self._target = target
+
+    def try_reserve(self, count: int) -> bool:
+        """See Slot."""
+        return self._resize(len(self.kept) + count)
+
+    def _resize(self, rows: int) -> bool:
+        wanted = -(-rows // 16)
+        if wanted - len(self.pages) > self._target.free_pages:
+            return False
+        self._target.free_pages -= wanted - len(self.pages)
+        self.pages = list(range(wanted))
+        return True
+
+    def seal(self, ids: Sequence[int]) -> None:
+        """See Slot."""
+        assert self.kept == list(ids[: len(self.kept)])
+
+    def adopt(self, ids: Sequence[int]) -> int:
+        """See Slot: nothing is shared here."""
+        return 0
+
+    def scrub(self, from_row: int) -> None:
+        """See Slot."""
+        self.scratch = []
 
     @property
     def length(self) -> int:
@@ -65,18 +92,23 @@ class PathSlot:
         return len(self.kept)
 
     def keep(self, offsets: Sequence[int]) -> None:
-        """See KvSlot."""
+        """See Slot."""
         assert list(offsets) == sorted(set(offsets))
         self.kept += [self.scratch[offset] for offset in offsets]
+        self._resize(len(self.kept))
 
     def roll_back(self, length: int) -> None:
-        """See KvSlot."""
+        """See Slot."""
         assert 0 <= length <= len(self.kept)
         del self.kept[length:]
+        self._resize(length)
 
-    def clear(self) -> None:
-        """See KvSlot."""
+    def clear(self) -> int:
+        """See Slot."""
+        held = len(self.pages)
         self.kept = []
+        self._resize(0)
+        return held
 
 
 @dataclass
@@ -100,24 +132,40 @@ class FormulaTarget:
     poisoned: set[int] = field(default_factory=set)
     """ids() of slots whose rows are not finite."""
     released: int = 0
+    free_pages: int = 1_000_000
+    recovered: int = 0
 
-    def new_slot(self) -> PathSlot:
+    def new_slot(self, principal: str = "") -> PathSlot:
         """See TargetModel."""
-        return PathSlot()
+        return PathSlot(self)
 
     def release(self, slot: PathSlot) -> None:
         """See TargetModel."""
         self.released += 1
+        slot.clear()
         slot.is_released = True
 
-    def forward(self, rows: Sequence[RowInput]) -> list[torch.Tensor]:
+    def timing(self) -> Timing:
+        """See TargetModel."""
+        return Timing()
+
+    def recover(self) -> None:
+        """See TargetModel."""
+        self.recovered += 1
+
+    def kv_use(self) -> KvUse:
+        """See TargetModel."""
+        return KvUse(total=self.free_pages)
+
+    def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
         """See TargetModel."""
         for row in rows:  # keys land before anything can fail, as in a real model
             row.slot.scratch = list(row.ids)  # type: ignore[attr-defined]
         if self.fail_next is not None:
             failure, self.fail_next = self.fail_next, None
             raise failure
-        return [self._scores(row) for row in rows]
+        parts = [self._scores(row) for row in rows]
+        return torch.cat(parts)
 
     def _scores(self, row: RowInput) -> torch.Tensor:
         slot = row.slot
@@ -127,8 +175,10 @@ class FormulaTarget:
             paths.append([*(paths[parent] if parent >= 0 else slot.kept), token])
         positions = [len(path) - 1 for path in paths]
         self.seen.append(SeenRow(slot, slot.length, list(row.ids), positions, list(row.wanted)))
-        scores = torch.from_numpy(np.stack([formula_row(paths[index]) for index in row.wanted]))
-        if id(slot) in self.poisoned:
+        scores = torch.zeros(0, VOCABULARY)
+        if row.wanted:
+            scores = torch.from_numpy(np.stack([formula_row(paths[index]) for index in row.wanted]))
+        if id(slot) in self.poisoned and row.wanted:
             scores[-1, 3] = float("nan")
         return scores
 
@@ -213,14 +263,31 @@ def open_frame(ids: Sequence[int] = (1, 2, 3), generated_from: int | None = None
     return Open(ids=tuple(ids), generated_from=len(ids) if generated_from is None else generated_from, **values)  # type: ignore[arg-type]
 
 
+class FreeTokens(StepCost):
+    """Tokens cost next to nothing, whatever is measured: every hint is worth verifying."""
+
+    @property
+    def token_share(self) -> float:
+        """See StepCost."""
+        return 1e-4
+
+
 class Desk:
     """A verifier without threads: `step()` runs what the scheduler plans at `now`, in seconds."""
 
-    def __init__(self, sessions_per_step: int = 1, prefill_tokens: int = 256, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        sessions_per_step: int = 1,
+        prefill_tokens: int = 256,
+        limits: Limits | None = None,
+        pages: int = 1_000_000,
+        nodes: int = 256,
+    ) -> None:
         self.now = 100.0
-        self.model = FormulaTarget()
+        self.model = FormulaTarget(free_pages=pages)
         self.limits = limits or Limits()
-        self.scheduler = Scheduler(sessions_per_step, prefill_tokens)
+        budget = StepBudget(sessions_per_step, prefill_tokens, nodes)
+        self.scheduler = Scheduler(budget, FreeTokens())
         self.worker = Worker(self.model, Judge(VALID), self.scheduler, clock=lambda: self.now)
         self._opened = 0
 
@@ -240,7 +307,7 @@ class Desk:
         session.sink = sink = ListSink()
         self.scheduler.add(session)
         opened = session.opened()
-        self.worker.finish_if_ended(session)
+        session.finish_if_ended()
         return Guest(session, sink, opened)
 
     def step(self) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 
 import grpc
 
-from cloud_verifier.engine import TorchEngine
+from cloud_verifier.admission import AdmissionLimits
 from cloud_verifier.judge import Judge
 from cloud_verifier.loading import LoadedTarget
 from cloud_verifier.server import Server
 from cloud_verifier.target_model import TargetModel, TorchTarget
+from cloud_verifier.torch_engine import TorchEngine
 from edge_client.client import ClientConfig, SpeculativeClient
 from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
 from shared import codec
@@ -49,7 +50,7 @@ class Running:
     @property
     def sessions(self) -> int:
         """Sessions held."""
-        return len(self.engine._sessions)
+        return self.engine.sessions
 
     async def commands_done(self) -> None:
         """Waits until the device's thread has run what was submitted before."""
@@ -75,19 +76,25 @@ async def serving(
     model: TargetModel | None = None,
     on_failure: Callable[[DeviceFailure], None] = lambda failure: None,
     grace_s: float = 0.5,
+    max_queue: int = 0,
+    kv_bytes: int = 16 << 20,
+    engine_options: dict[str, Any] | None = None,
     **limits: int,
 ) -> AsyncIterator[Running]:
     """A verifier with its own KV pool; `limits` change those of the card."""
     card = replace(loaded.card, limits=replace(loaded.card.limits, **{"max_wait_ms": 20, **limits}))
-    target = model or TorchTarget(loaded.model.lm, loaded.model.context_size)
-    engine = TorchEngine(target, Judge(loaded.valid_ids), card, max_sessions=max_sessions, on_failure=on_failure)
-    server = Server(engine, loaded.valid_ids)
+    target = model or TorchTarget(loaded.model.lm, loaded.model.context_size, kv_bytes)
+    admission = AdmissionLimits(max_sessions=max_sessions, max_queue=max_queue)
+    options = {"admission": admission, "on_failure": on_failure, **(engine_options or {})}
+    engine = TorchEngine(target, Judge(loaded.valid_ids), card, **options)
+    server = Server(card.limits.max_frame_bytes)
     bound = await server.start("127.0.0.1", port)
     engine.start()
+    await server.begin(engine, loaded.valid_ids)
     try:
         yield Running(bound, engine, server, target)
     finally:
-        await server.stop(grace_s)
+        await server.stop(0, grace_s)
         await asyncio.to_thread(engine.stop)
 
 

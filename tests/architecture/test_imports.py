@@ -137,7 +137,7 @@ def test_the_verifiers_command_line_is_there_without_torch() -> None:
 
 
 def test_importing_the_verifier_loads_no_onnxruntime() -> None:
-    loaded = loaded_by("import cloud_verifier.server")
+    loaded = loaded_by("import cloud_verifier.verifier_process")
     assert "torch" in loaded
     assert not loaded & {"onnxruntime", "edge_client"}
 

@@ -10,7 +10,8 @@ import torch
 
 from cloud_verifier.kv_pool import KvPool, KvSlot
 from cloud_verifier.loading import LoadedTarget
-from cloud_verifier.target_model import RowInput, TorchTarget, depths_of
+from cloud_verifier.staging import depths_of
+from cloud_verifier.target_model import RowInput, TorchTarget
 from tests.oracle import PlainTarget
 
 TOLERANCE = 1e-5
@@ -18,7 +19,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def target(loaded_tiny: LoadedTarget) -> TorchTarget:
-    return TorchTarget(loaded_tiny.model.lm, loaded_tiny.model.context_size)
+    return TorchTarget(loaded_tiny.model.lm, loaded_tiny.model.context_size, 16 << 20)
 
 
 def feed(target: TorchTarget, slot: KvSlot, ids: list[int]) -> torch.Tensor:

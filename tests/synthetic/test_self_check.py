@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from cloud_verifier.hf import CausalLm
-from cloud_verifier.target_model import RowInput, TorchTarget, self_check
+from cloud_verifier.self_check import self_check
+from cloud_verifier.target_model import RowInput, TorchTarget
 from shared.errors import ModelLoadError
 
 SMALL = {
@@ -46,14 +48,15 @@ def build(kind: str) -> TorchTarget:
     torch.manual_seed(1)
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) is not None else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return TorchTarget(CausalLm(model), SMALL["max_position_embeddings"])  # type: ignore[arg-type]
+    return TorchTarget(CausalLm(model), SMALL["max_position_embeddings"], 4 << 20)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_these_architectures_pass(kind: str, one_torch_thread: None) -> None:
     target = build(kind)
     assert self_check(target, 1e-4) < 1e-4
-    assert (target.pool.slots, target.pool.bytes_used) == (0, 0)
+    assert (target.pool.slots, target.pool.table.used) == (0, 0)
+    target.pool.check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["Mistral, sliding", "Gemma2", "Gemma3", "Qwen2, sliding"])
@@ -61,16 +64,16 @@ def test_a_window_of_the_model_is_seen(kind: str, one_torch_thread: None) -> Non
     assert build(kind).lm.sliding_window == 8
 
 
-def all_seen(parents: Any) -> torch.Tensor:
-    return torch.ones(len(parents), len(parents), dtype=torch.bool)
+def all_seen(parents: Any) -> Any:
+    return np.ones((len(parents), len(parents)), np.bool_)
 
 
-def a_chain(parents: Any) -> torch.Tensor:
-    return all_seen(parents).tril()
+def a_chain(parents: Any) -> Any:
+    return np.tri(len(parents), dtype=np.bool_)
 
 
-def positions_in_order(parents: Any) -> list[int]:
-    return list(range(len(parents)))
+def positions_in_order(parents: Any) -> Any:
+    return np.arange(len(parents))
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3"])
@@ -83,24 +86,15 @@ def test_a_wrong_mask_or_position_is_refused(
     kind: str, name: str, sabotage: Any, monkeypatch: pytest.MonkeyPatch, one_torch_thread: None
 ) -> None:
     target = build(kind)
-    monkeypatch.setattr(f"cloud_verifier.target_model.{name}", sabotage)
+    monkeypatch.setattr(f"cloud_verifier.staging.{name}", sabotage)
     with pytest.raises(ModelLoadError, match="self-check failed"):
         self_check(target, 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["Mistral, sliding", "Gemma2", "Gemma3", "Qwen2, sliding"])
-def test_a_window_that_is_not_masked_is_refused(
-    kind: str, monkeypatch: pytest.MonkeyPatch, one_torch_thread: None
-) -> None:
+def test_a_window_that_is_not_masked_is_refused(kind: str, one_torch_thread: None) -> None:
     target = build(kind)
-    own = TorchTarget._masks
-
-    def without_window(self: TorchTarget, kept: int, parents: Any, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        masks = own(self, kept, parents, positions)
-        seen = torch.cat([torch.ones(len(parents), kept, dtype=torch.bool), all_seen(parents).tril()], dim=1)
-        return dict.fromkeys(masks, self._additive(seen))
-
-    monkeypatch.setattr(TorchTarget, "_masks", without_window)
+    target._staging._kinds = ("full_attention", "full_attention")
     with pytest.raises(ModelLoadError, match="self-check failed"):
         self_check(target, 1e-4)
 
@@ -125,10 +119,16 @@ def test_scores_that_are_not_numbers_are_refused(one_torch_thread: None) -> None
 
 
 def test_rows_of_one_step_do_not_touch_each_other(one_torch_thread: None) -> None:
-    """Batched equals alone, to the last bit."""
+    """Batched equals alone, whatever the order of the rows."""
     target = build("Gemma3")
-    rows = [RowInput(target.new_slot(), list(range(3, 9 + n)), range(-1, 5 + n), range(6 + n)) for n in range(3)]
-    together = target.forward(rows)
-    for row, scores in zip(rows, together, strict=True):
-        alone = target.forward([RowInput(target.new_slot(), row.ids, row.parents, row.wanted)])[0]
-        assert torch.equal(scores, alone)
+
+    def row(slot: Any, n: int) -> RowInput:
+        assert slot.try_reserve(6 + n)
+        return RowInput(slot, list(range(3, 9 + n)), range(-1, 5 + n), range(6 + n))
+
+    rows = [row(target.new_slot(), n) for n in range(3)]
+    for order in (rows, rows[::-1]):
+        together = target.forward(order).split([len(one.ids) for one in order])
+        for one, scores in zip(order, together, strict=True):
+            alone = target.forward([row(target.new_slot(), len(one.ids) - 6)])
+            torch.testing.assert_close(scores, alone, rtol=0, atol=1e-4)

@@ -259,7 +259,8 @@ async def test_a_client_that_never_acks_gets_exactly_run_ahead_ids(
         await stream.open(open_frame(loaded_tiny, PROMPT, run_ahead=7, max_new_tokens=40))
         while len(stream.ids) < 7:
             await stream.until(Commit)
-        await running.settled(lambda: running.engine.worker.scheduler.plan(0.0) is None)
+        (session,) = running.engine.worker.scheduler.sessions()
+        await running.settled(lambda: session.credit == 0)
         await stream.send(Pace(EPOCH, PaceKind.RUN_ON, 7, 3 + 5))
         while len(stream.ids) < 12:
             await stream.until(Commit)
@@ -281,7 +282,7 @@ async def test_close_ends_the_text_and_frees_everything(loaded_tiny: LoadedTarge
         assert await stream.receive() is None
         assert await stream.status() is grpc.StatusCode.OK
         await running.commands_done()
-        assert (running.sessions, running.model.pool.slots, running.model.pool.bytes_used) == (0, 0, 0)
+        assert (running.sessions, running.model.pool.slots, running.model.pool.table.used) == (0, 0, 0)
         again = RawStream(stub)
         await again.send(Resume(opened.session_id, EPOCH, 3, ids_digest(PROMPT)))
         assert (await again.fault()).error == "SessionNotFound"
