@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -16,19 +17,23 @@ from shared.errors import DraftwireError
 
 START_TIMEOUT_S = 300
 MARK = "listening on "
+METRICS_MARK = "metrics on "
 
 
 class VerifierProcess:
     """`with VerifierProcess("smollm2-135m", cores={0}) as verifier:` gives `verifier.address`."""
 
-    def __init__(self, model: str, cores: set[int] | None = None, threads: int = 0) -> None:
+    def __init__(
+        self, model: str, cores: set[int] | None = None, threads: int = 0, options: Sequence[str] = ()
+    ) -> None:
+        """`options`: more arguments of cloud-verifier."""
         self._command = [
             *(sys.executable, model_guard.__file__),  # ends the verifier with this process, even after a kill -9
             *(sys.executable, "-m", "cloud_verifier.cli", "--model", model, "--port", "0"),
-            *("--threads", str(threads)),
+            *("--threads", str(threads), *options),
         ]
         self._cores = cores
-        self.address = ""
+        self.address = self.metrics_address = ""
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile(mode="w+")
@@ -58,6 +63,7 @@ class VerifierProcess:
             raise DraftwireError(f"the verifier did not start: {lines[-1] if lines else 'no message'}")
         self.start_line = line.strip()
         self.address = line.split(MARK)[1].strip()
+        self.metrics_address = line.split(METRICS_MARK)[1].split(",")[0] if METRICS_MARK in line else ""
         return self
 
     def __exit__(

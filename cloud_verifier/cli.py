@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="port of the Prometheus metrics, 0 for a free one, -1 for none (default: -1)",
     )
+    add("--step-log", metavar="FILE", help="write one JSON line a step, with the time of each part (default: off)")
     add("--log-format", choices=("text", "json"), help="how log lines look (default: text)")
     add("--verbose", action="store_true", help="log to stderr what happens")
     return result

@@ -1,4 +1,4 @@
-"""Which hint nodes to verify in one step, over all its sessions: those that bring more ids than they cost time.
+"""Which hint nodes to verify in one step, over all its sessions: as many as bring most ids for the time they cost.
 
 Must not know: models, wire, time. Called by `scheduler`. Under agreement and greedy a node's worth is the estimated
 probability that the text reaches it; under the rejection rule it follows from its depth alone, since a choice by the
@@ -8,7 +8,7 @@ ids or their probabilities would bias the text (DESIGN section 3). `choose_nodes
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -64,17 +64,21 @@ def worth(candidate: Candidate, node: Node, depth: int, rank: int) -> float:
     return candidate.acceptance.probability(depth, 0 if candidate.is_chain else rank)
 
 
+Cost = Callable[[int], float]
+"""What a step over so many tokens costs, in whatever unit."""
+
+
 def choose_nodes(
-    candidates: Sequence[Candidate], max_nodes: int, gained: float, tokens: int, token_share: float
+    candidates: Sequence[Candidate], max_nodes: int, gained: float, tokens: int, cost: Cost
 ) -> list[list[Node]]:
     """The nodes to verify for each candidate, parents before children, at most `max_nodes` in all.
 
-    Without hints the step would bring `gained` ids from `tokens` tokens. The likeliest node is taken next, as long as
-    what it brings for its time is not less than what the step so far brings for its own: so a full batch takes fewer.
-    `token_share`: what a token costs, as a share of an empty step.
+    Without hints the step would bring `gained` ids from `tokens` tokens. Nodes are taken likeliest first, and as many
+    of them as make the step bring most ids for its time: so a full batch takes fewer for each session.
     """
     tie = count()
-    chosen: list[list[Node]] = [[] for _ in candidates]
+    taken: list[tuple[int, Node]] = []
+    in_use = [0] * len(candidates)
     frontier: list[tuple[float, int, int, int, Node]] = []
 
     def offer(index: int, children: Iterable[Node], reach: float, depth: int) -> None:
@@ -86,50 +90,48 @@ def choose_nodes(
 
     for index, candidate in enumerate(candidates):
         offer(index, candidate.trie.children.values(), 1.0, 1)
-    cost = 1 + tokens * token_share
-    for _ in range(max_nodes):
-        while frontier and len(chosen[frontier[0][3]]) >= candidates[frontier[0][3]].max_nodes:
-            heapq.heappop(frontier)
-        if not frontier or not pays(-frontier[0][0], gained, cost, token_share):
-            break
+    best, best_rate = 0, gained / cost(tokens)
+    while frontier and len(taken) < max_nodes:
         negative, _, depth, index, node = heapq.heappop(frontier)
-        chosen[index].append(node)
-        gained, cost = gained - negative, cost + token_share
+        if in_use[index] >= candidates[index].max_nodes:
+            continue
+        in_use[index] += 1
+        taken.append((index, node))
+        gained -= negative
+        rate = gained / cost(tokens + len(taken))
+        if rate >= best_rate:
+            best, best_rate = len(taken), rate
         offer(index, node.children.values(), -negative, depth + 1)
+    chosen: list[list[Node]] = [[] for _ in candidates]
+    for index, node in taken[:best]:
+        chosen[index].append(node)
     return chosen
 
 
-def pays(reach: float, gained: float, cost: float, token_share: float) -> bool:
-    """Whether one more node brings at least as many ids for its time as the step so far."""
-    return reach * cost >= gained * token_share
-
-
 def choose_nodes_slowly(
-    candidates: Sequence[Candidate], max_nodes: int, gained: float, tokens: int, token_share: float
+    candidates: Sequence[Candidate], max_nodes: int, gained: float, tokens: int, cost: Cost
 ) -> list[list[Node]]:
-    """The twin: each round looks at every node whose parent is chosen, and takes the best."""
+    """The twin: every node with its reach, sorted; every cut of that list tried."""
+    ranked: list[tuple[float, int, Node]] = []
+    for index, candidate in enumerate(candidates):
+        own: list[tuple[float, Node]] = []
+        pending = [(1.0, 1, candidate.trie.children)]
+        while pending:
+            before, depth, children = pending.pop()
+            for rank, node in enumerate(children.values()):
+                if depth <= candidate.max_depth:
+                    reach = before * worth(candidate, node, depth, rank)
+                    own.append((reach, node))
+                    pending.append((reach, depth + 1, node.children))
+        own.sort(key=lambda each: (-each[0], each[1].position))
+        ranked += [(reach, index, node) for reach, node in own[: candidate.max_nodes]]
+    ranked.sort(key=lambda each: (-each[0], each[2].position))
+    rates = [
+        (gained + sum(reach for reach, _, _ in ranked[:size])) / cost(tokens + size)
+        for size in range(min(max_nodes, len(ranked)) + 1)
+    ]
+    best = max(range(len(rates)), key=lambda size: (rates[size], size))
     chosen: list[list[Node]] = [[] for _ in candidates]
-    reach: dict[int, float] = {}
-    cost = 1 + tokens * token_share
-    for _ in range(max_nodes):
-        best: tuple[float, int, Node] | None = None
-        for index, candidate in enumerate(candidates):
-            if len(chosen[index]) >= candidate.max_nodes:
-                continue
-            parents: list[Node | None] = [None, *chosen[index]]
-            for parent in parents:
-                children = candidate.trie.children if parent is None else parent.children
-                depth = 1 if parent is None else len(parent.path()) + 1
-                for rank, node in enumerate(children.values()):
-                    before = 1.0 if parent is None else reach[id(parent)]
-                    value = before * worth(candidate, node, depth, rank)
-                    is_open = depth <= candidate.max_depth and id(node) not in reach
-                    if is_open and (best is None or value > best[0]):
-                        best = (value, index, node)
-        if best is None or not pays(best[0], gained, cost, token_share):
-            break
-        value, index, node = best
+    for _, index, node in ranked[:best]:
         chosen[index].append(node)
-        reach[id(node)] = value
-        gained, cost = gained + value, cost + token_share
     return chosen

@@ -107,8 +107,8 @@ class KvSlot:
 
     def _trim(self) -> None:
         pages = -(-self.length // PAGE_TOKENS)
-        for page in self.pages[pages:]:
-            self._pool.table.give_back(page)
+        for page in reversed(self.pages[pages:]):  # the end of a context is taken first: without its beginning
+            self._pool.table.give_back(page)  # the rest could not be found
         del self.pages[pages:]
         del self._keys[self.length // PAGE_TOKENS :]
 

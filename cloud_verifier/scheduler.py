@@ -17,7 +17,7 @@ from shared.hint_trie import Node
 from shared.types import PaceKind
 
 LINGER_SHARE = 0.1
-LINGER_MOST_S = 0.010
+LINGER_MOST_S = 0.025
 """A step may begin so much later, of a step's time, if hints of sessions just served are about to come."""
 
 
@@ -72,6 +72,7 @@ class Scheduler:
         self.budget = budget or StepBudget()
         self.cost = cost or StepCost()
         self._sessions: dict[bytes, Session] = {}
+        self._last_planned = 0.0
         self._last_step_end: float | None = None
         self._room = 1.0
         self._is_tight = False
@@ -123,6 +124,7 @@ class Scheduler:
             return None
         if not self._is_tight:
             waiting.sort(key=lambda session: session.runnable_since or 0.0)
+        self._last_planned = now
         fed = list(self._feeds(waiting))
         return StepPlan(tuple(self._rows(fed, now)))
 
@@ -170,8 +172,13 @@ class Scheduler:
         if now >= until or len(runnable) >= self.budget.sessions:
             return None
         here = {id(session) for session in runnable}
-        expected = (s.hint_expected_at for s in self._sessions.values() if s.is_at_work and id(s) not in here)
-        return until if any(time is not None and time <= until for time in expected) else None
+        others = (session for session in self._sessions.values() if session.is_at_work and id(session) not in here)
+        return until if any(self._is_about_to_hint(session, until) for session in others) else None
+
+    def _is_about_to_hint(self, session: Session, until: float) -> bool:
+        """A hint that was due during an earlier step is not waited for: devices stop drafting without a word."""
+        time, ended = session.hint_expected_at, self._last_step_end or 0.0
+        return time is not None and time <= until and (time >= ended or session.idle_since >= self._last_planned)
 
     def _feeds(self, waiting: Iterable[Session]) -> Iterator[tuple[Session, tuple[int, ...]]]:
         """The sessions of the step and the committed ids that each feeds."""
@@ -203,7 +210,7 @@ class Scheduler:
         ]
         tokens = sum(len(feed) for _, feed in fed)
         most = int(self.budget.nodes * self._room)
-        nodes = choose_nodes(candidates, most, float(sum(reaches)), tokens, self.cost.token_share)
+        nodes = choose_nodes(candidates, most, float(sum(reaches)), tokens, self.cost.seconds)
         for (session, feed), reached, chosen in zip(fed, reaches, nodes, strict=True):
             since = session.runnable_since if session.runnable_since is not None else now
             queue_us = int((now - since) * 1e6)

@@ -71,6 +71,8 @@ class VerifierConfig:
     """At the first signal texts may still end for so long; the second signal ends at once."""
     metrics_port: int = -1
     """Port of the Prometheus metrics on the same host; 0 takes a free one, -1 is off."""
+    step_log: str = ""
+    """File that gets one JSON line a step, with the time of each part; empty is off."""
     log_format: Literal["text", "json"] = "text"
     """How log lines look."""
 

@@ -1,50 +1,53 @@
-"""What a step is expected to cost, measured as steps go: a base, and so much for each token fed.
+"""What a step costs by how many tokens it feeds, measured as steps go.
 
 Must not know: models, clocks (durations are handed in). Used by `scheduler` to say which hints are worth their room.
+The curve is no straight line (on a CPU the first tokens cost most, on a GPU some hundreds cost nothing), so it is kept
+as points: one for each doubling of the size.
 """
 
 from __future__ import annotations
 
-DECAY = 0.97
-PRIOR_STEPS = 4.0
-MIN_SHARE, MAX_SHARE = 1e-4, 1.0
+DECAY = 0.9
+LEAST_S = 1e-6
+"""A step is taken to last so long at least: a coarse clock may have seen nothing of it."""
 
 
 class StepCost:
-    """Least squares of seconds over tokens, old steps fading."""
+    """Seconds over tokens: means per size, old steps fading, straight lines between them."""
 
     def __init__(self, token_share: float = 0.05) -> None:
-        """`token_share`: what one more token costs, as a share of an empty step, until it is measured."""
-        self._prior = token_share
-        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+        """`token_share`: what one more token costs, as a share of an empty step, wherever nothing was measured yet."""
+        self._share = token_share
+        self._points: dict[int, tuple[float, float]] = {}
+        self._mean_s = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
         """A step over so many tokens took so long."""
-        for name, value in (
-            ("_weight", 1.0),
-            ("_tokens", tokens),
-            ("_seconds", seconds),
-            ("_squares", tokens * tokens),
-            ("_products", tokens * seconds),
-        ):
-            setattr(self, name, getattr(self, name) * DECAY + value)
+        size, seconds = tokens.bit_length(), max(seconds, LEAST_S)
+        old_tokens, old_seconds = self._points.get(size, (float(tokens), seconds))
+        self._points[size] = _mixed(old_tokens, tokens), _mixed(old_seconds, seconds)
+        self._mean_s = _mixed(self._mean_s or seconds, seconds)
 
     @property
     def mean_s(self) -> float:
         """Seconds of a recent step; 0 before the first."""
-        return self._seconds / self._weight if self._weight else 0.0
+        return self._mean_s
 
-    @property
-    def token_share(self) -> float:
-        """What one more token costs, as a share of a step without tokens; within 1e-4..1."""
-        if not self._weight:
-            return self._prior
-        mean_tokens = self._tokens / self._weight
-        spread = self._squares / self._weight - mean_tokens**2
-        slope = (self._products / self._weight - mean_tokens * self.mean_s) / spread if spread > 0.5 else 0.0
-        base = self.mean_s - slope * mean_tokens
-        if slope <= 0 or base <= 0:
-            return self._prior
-        trust = self._weight / (self._weight + PRIOR_STEPS)
-        measured = min(MAX_SHARE, max(MIN_SHARE, slope / base))
-        return trust * measured + (1 - trust) * self._prior
+    def seconds(self, tokens: int) -> float:
+        """What a step over so many tokens should take; before any was measured in units of an empty step."""
+        below = [self._points[size] for size in sorted(self._points) if self._points[size][0] <= tokens]
+        above = [self._points[size] for size in sorted(self._points) if self._points[size][0] > tokens]
+        if below and above:
+            (at, low), (to, high) = below[-1], above[0]
+            return low + (high - low) * (tokens - at) / (to - at)
+        if not below and not above:
+            return self._guess(tokens)
+        at, known = below[-1] if below else above[0]
+        return known * self._guess(tokens) / self._guess(at)
+
+    def _guess(self, tokens: float) -> float:
+        return 1 + self._share * tokens
+
+
+def _mixed(old: float, new: float) -> float:
+    return DECAY * old + (1 - DECAY) * new

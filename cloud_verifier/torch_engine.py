@@ -68,7 +68,10 @@ STOPPING = "the verifier is going away"
 
 
 class Mailbox:
-    """Takes calls from the worker's thread to the event loop, in order, waking it once for many."""
+    """Takes calls from the worker's thread to the event loop, in order, waking it once for many.
+
+    Waking the loop lets it take the interpreter from the worker, so that is left for a good moment: `flush`.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -76,14 +79,17 @@ class Mailbox:
         self._is_called = False
 
     def post(self, act: Callable[[], None]) -> None:
-        """Runs `act` on the event loop. From any thread."""
+        """Runs `act` on the event loop, some time after the next `flush`."""
         self._waiting.append(act)
-        if not self._is_called and not self._loop.is_closed():
+
+    def flush(self) -> None:
+        """Wakes the event loop if anything waits for it."""
+        if self._waiting and not self._is_called and not self._loop.is_closed():
             self._is_called = True
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_called = False  # before looking: what is posted from here on calls again
+        self._is_called = False  # before looking: what is flushed from here on calls again
         while self._waiting:
             self._waiting.popleft()()
 
@@ -108,6 +114,10 @@ class _QueueSink:
 
     def end(self, error: DraftwireError | None) -> None:
         self._put(_Ended(error))
+
+    def put_here(self, item: DownFrame | _Ended) -> None:
+        """Like `send` and `end`, but from the event loop."""
+        self._deliver(item)
 
     def call(self, act: Callable[[], None]) -> None:
         """Runs `act` on the event loop. From any thread."""
@@ -150,21 +160,22 @@ class TorchStream:
     async def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
         """See EngineStream."""
         await self._room.acquire()
-        self._engine.submit(lambda: self._handle(frame))
+        received_at = self._engine.now()
+        self._engine.submit(lambda: self._handle(frame, received_at))
 
     def finish_writing(self) -> None:
         """See EngineStream."""
         self._is_half_closed = True
         if self._session.finished is not None:
-            self._sink.end(None)
+            self._sink.put_here(_Ended(None))
 
-    def _handle(self, frame: Hint | Edit | Score | Pace | Close) -> None:
+    def _handle(self, frame: Hint | Edit | Score | Pace | Close, received_at: float) -> None:
         """(worker)"""
         self._sink.call(self._room.release)
         if self._session.sink is not self._sink:
             return
         try:
-            self._engine.handle(self._session, frame)
+            self._engine.handle(self._session, frame, received_at)
         except DraftwireError as error:
             self._sink.send(fault_of(error, type(frame).__name__.lower()))
         except Exception as error:  # one session's trouble stays one session's
@@ -173,7 +184,7 @@ class TorchStream:
 
     def refuse(self, fault: Fault) -> None:
         """See EngineStream."""
-        self._sink.send(fault)
+        self._sink.put_here(fault)
 
     def detach(self) -> None:
         """See EngineStream."""
@@ -223,7 +234,7 @@ class TorchEngine:
             Scheduler(budget, cost),
             on_failure=on_failure,
             on_drop=self._dropped,
-            on_turn=self._tell_gauges,
+            on_turn=self._on_turn,
             observer=self._observer,
             clock=clock,
         )
@@ -299,6 +310,10 @@ class TorchEngine:
             await asyncio.sleep(DRAIN_LOOK_S)
         await self._on_worker(end)
 
+    def now(self) -> float:
+        """Seconds, as the engine counts them."""
+        return self._clock()
+
     def submit(self, command: Callable[[], None]) -> None:
         """Runs a command on the worker's thread."""
         self.worker.submit(command)
@@ -367,7 +382,7 @@ class TorchEngine:
             self._observer.refused("draining")
             raise VerifierUnavailable(STOPPING)
         if not self._admission.has_place():
-            self._drop_longest_detached()
+            self._maybe_make_room()
         entry = self._admission.enter(waiting.principal, waiting)
         if entry is Entry.ADMITTED:
             self._open(waiting)
@@ -439,11 +454,11 @@ class TorchEngine:
 
     # ------------------------------------------------------------ frames of a session
 
-    def handle(self, session: Session, frame: Hint | Edit | Score | Pace | Close) -> None:
+    def handle(self, session: Session, frame: Hint | Edit | Score | Pace | Close, received_at: float) -> None:
         """(worker) Raises: DraftwireError, which becomes a Fault; the session is unharmed."""
         match frame:
             case Hint():
-                self._hint(session, frame)
+                self._hint(session, frame, received_at)
             case Pace():
                 session.set_pace(frame)
             case Close():
@@ -453,13 +468,12 @@ class TorchEngine:
                     f"{type(frame).__name__.lower()} is not implemented by this version: close and open again"
                 )
 
-    def _hint(self, session: Session, frame: Hint) -> None:
-        now = self._clock()
+    def _hint(self, session: Session, frame: Hint, received_at: float) -> None:
         had_none = not session.trie.children
-        is_welcome = self._admission.may_send(session.principal, len(frame.ids), now)
+        is_welcome = self._admission.may_send(session.principal, len(frame.ids), received_at)
         fresh = session.hint(frame, is_welcome)
         if had_none and fresh:
-            session.note_hint(now)
+            session.note_hint(received_at)
         self._observer.hints(len(frame.ids), fresh)
 
     def _close(self, session: Session) -> None:
@@ -477,6 +491,8 @@ class TorchEngine:
             if session.sink is sink:
                 session.sink, session.detached_at = None, self._clock()
                 event(log, logging.INFO, "session_detached", session=short_id(session.id), committed=session.length)
+                if self._admission.queued:
+                    self._maybe_make_room()
 
         self.submit(command)
         if self._sweep is None:
@@ -510,10 +526,12 @@ class TorchEngine:
     def _attached(self) -> list[Session]:
         return [session for session in self._sessions.values() if session.sink is not None]
 
-    def _drop_longest_detached(self) -> bool:
+    def _maybe_make_room(self) -> bool:
+        """Drops an absent device's session for somebody who is here: a finished one, else the longest absent."""
         absent = [session for session in self._sessions.values() if session.detached_at is not None]
         if absent:
-            self._forget(min(absent, key=lambda session: session.detached_at or 0.0), "displaced")
+            longest = min(absent, key=lambda session: (session.finished is None, session.detached_at or 0.0))
+            self._forget(longest, "displaced")
         return bool(absent)
 
     def _forget(self, session: Session, why: str) -> None:
@@ -540,6 +558,12 @@ class TorchEngine:
             return
         while (waiting := self._admission.next_to_enter()) is not None:
             self._open(waiting)
+
+    def _on_turn(self) -> None:
+        """(worker)"""
+        self._tell_gauges()
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.flush()
 
     def _tell_gauges(self) -> None:
         """(worker) Now and then, and after every end of a session."""

@@ -25,6 +25,7 @@ from cloud_verifier.server import Server
 from cloud_verifier.service import StreamLimits
 from cloud_verifier.settings import VerifierConfig, memory_bytes
 from cloud_verifier.step_cost import StepCost
+from cloud_verifier.step_log import AlsoSteps, StepLog
 from cloud_verifier.torch_engine import TorchEngine
 from shared.errors import DeviceFailure
 from shared.model_store import resolve
@@ -69,14 +70,14 @@ async def serve(config: VerifierConfig, announce: Callable[[str], None]) -> int:
     counted = PrometheusObserver(
         model=Path(config.model).name, device=config.device, dtype=config.dtype_name, speculation="on"
     )
-    observer = GuardedObserver(counted)
-    streams = StreamLimits(config.max_streams, config.principal_streams)
-    server = Server(config.limits.max_frame_bytes, streams, observer.refused)
     with ExitStack() as stack:
+        observer = _observer(config, counted, stack)
         metrics_port = None
         if config.metrics_port >= 0:
             metrics, metrics_port = serve_metrics(counted, config.host, config.metrics_port)
             stack.callback(metrics.close)
+        streams = StreamLimits(config.max_streams, config.principal_streams)
+        server = Server(config.limits.max_frame_bytes, streams, observer.refused)
         port = await server.start(config.host, config.port)
         _watch_signals(ended)
         try:
@@ -97,6 +98,15 @@ async def serve(config: VerifierConfig, announce: Callable[[str], None]) -> int:
         with suppress(asyncio.CancelledError):
             await lag
     return code
+
+
+def _observer(config: VerifierConfig, counted: PrometheusObserver, stack: ExitStack) -> GuardedObserver:
+    """The metrics, and the step log if one is asked for; closed with the stack."""
+    if not config.step_log:
+        return GuardedObserver(counted)
+    steps = StepLog(Path(config.step_log))
+    stack.callback(steps.close)
+    return GuardedObserver(AlsoSteps(counted, steps))
 
 
 def _engine(

@@ -45,7 +45,7 @@ class Worker:
         clock: Clock = time.monotonic,
     ) -> None:
         """`on_failure` is called once, if the thread has to end; `on_drop` for each session that goes, with the reason;
-        `on_turn` after every step and before every sleep. All on the worker's thread.
+        `on_turn` before and after every step and before every sleep. All on the worker's thread.
         """
         self.scheduler = scheduler
         self.steps = 0
@@ -82,11 +82,14 @@ class Worker:
             for session in list(self.scheduler.sessions()):
                 self.end_with(session, failure)
             self._on_failure(failure)
+            self._on_turn()
             while self._run_commands(wait_s=None):  # whoever still asks is told
-                pass
+                self._on_turn()
+        self._on_turn()
 
     def _serve(self) -> None:
         while self._run_commands(wait_s=0.0):
+            self._on_turn()
             started = self._clock()
             plan = self.scheduler.plan(started)
             if plan is not None:

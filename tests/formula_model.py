@@ -7,13 +7,15 @@ test's own thread: Session, Scheduler, Judge and Worker.run_step are the product
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from cloud_verifier.judge import Judge
+from cloud_verifier.reports import Gauges, NoObserver, Observer, StepReport
 from cloud_verifier.scheduler import Scheduler, StepBudget
 from cloud_verifier.sessions import Session
 from cloud_verifier.step_cost import StepCost
@@ -60,6 +62,7 @@ class PathSlot:
         self.scratch: list[int] = []
         self.pages: list[int] = []
         self.is_released = False
+        self.scrubbed: list[int] = []
         self._target = target
 
     def try_reserve(self, count: int) -> bool:
@@ -83,7 +86,8 @@ class PathSlot:
         return 0
 
     def scrub(self, from_row: int) -> None:
-        """See Slot."""
+        """See Slot. `scrubbed` remembers from where."""
+        self.scrubbed.append(from_row)
         self.scratch = []
 
     @property
@@ -124,7 +128,10 @@ class SeenRow:
 
 @dataclass
 class FormulaTarget:
-    """A TargetModel. `seen` is every row of every forward; `fail_next` makes the next forward raise."""
+    """A TargetModel. `seen` is every row of every forward; `fail_next` makes the next forward raise.
+
+    `on_forward` is called with the rows of each forward and may raise, or move the clock.
+    """
 
     context_size: int = 4096
     seen: list[SeenRow] = field(default_factory=list)
@@ -134,6 +141,7 @@ class FormulaTarget:
     released: int = 0
     free_pages: int = 1_000_000
     recovered: int = 0
+    on_forward: Callable[[Sequence[RowInput]], None] = lambda rows: None
 
     def new_slot(self, principal: str = "") -> PathSlot:
         """See TargetModel."""
@@ -164,6 +172,7 @@ class FormulaTarget:
         if self.fail_next is not None:
             failure, self.fail_next = self.fail_next, None
             raise failure
+        self.on_forward(rows)
         parts = [self._scores(row) for row in rows]
         return torch.cat(parts)
 
@@ -266,10 +275,60 @@ def open_frame(ids: Sequence[int] = (1, 2, 3), generated_from: int | None = None
 class FreeTokens(StepCost):
     """Tokens cost next to nothing, whatever is measured: every hint is worth verifying."""
 
-    @property
-    def token_share(self) -> float:
+    def seconds(self, tokens: int) -> float:
         """See StepCost."""
-        return 1e-4
+        return 1 + 1e-4 * tokens
+
+
+class Recorder(NoObserver):
+    """An observer that keeps all it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepReport] = []
+        self.opened: list[tuple[int, int]] = []
+        self.ended: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.hinted: list[tuple[int, int]] = []
+        self.drops: list[tuple[int, int, int]] = []
+        self.evictions: list[int] = []
+        self.out_of_memories = 0
+        self.last_gauges: Gauges | None = None
+
+    def step(self, report: StepReport) -> None:
+        """See Observer."""
+        self.steps.append(report)
+
+    def session_opened(self, context_tokens: int, reused_tokens: int) -> None:
+        """See Observer."""
+        self.opened.append((context_tokens, reused_tokens))
+
+    def session_ended(self, reason: str) -> None:
+        """See Observer."""
+        self.ended[reason] += 1
+
+    def refused(self, reason: str) -> None:
+        """See Observer."""
+        self.refusals[reason] += 1
+
+    def hints(self, nodes: int, fresh: int) -> None:
+        """See Observer."""
+        self.hinted.append((nodes, fresh))
+
+    def dropped(self, late: int, disagreeing: int, over_budget: int) -> None:
+        """See Observer."""
+        self.drops.append((late, disagreeing, over_budget))
+
+    def evicted(self, pages: int) -> None:
+        """See Observer."""
+        self.evictions.append(pages)
+
+    def out_of_memory(self) -> None:
+        """See Observer."""
+        self.out_of_memories += 1
+
+    def gauges(self, g: Gauges) -> None:
+        """See Observer."""
+        self.last_gauges = g
 
 
 class Desk:
@@ -282,13 +341,15 @@ class Desk:
         limits: Limits | None = None,
         pages: int = 1_000_000,
         nodes: int = 256,
+        observer: Observer | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         self.now = 100.0
         self.model = FormulaTarget(free_pages=pages)
         self.limits = limits or Limits()
         budget = StepBudget(sessions_per_step, prefill_tokens, nodes)
-        self.scheduler = Scheduler(budget, FreeTokens())
-        self.worker = Worker(self.model, Judge(VALID), self.scheduler, clock=lambda: self.now)
+        self.scheduler = Scheduler(budget, cost or FreeTokens())
+        self.worker = Worker(self.model, Judge(VALID), self.scheduler, observer=observer, clock=lambda: self.now)
         self._opened = 0
 
     def open(self, frame: Open) -> Guest:

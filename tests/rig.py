@@ -17,6 +17,7 @@ from cloud_verifier.admission import AdmissionLimits
 from cloud_verifier.judge import Judge
 from cloud_verifier.loading import LoadedTarget
 from cloud_verifier.server import Server
+from cloud_verifier.service import StreamLimits
 from cloud_verifier.target_model import TargetModel, TorchTarget
 from cloud_verifier.torch_engine import TorchEngine
 from edge_client.client import ClientConfig, SpeculativeClient
@@ -79,6 +80,7 @@ async def serving(
     max_queue: int = 0,
     kv_bytes: int = 16 << 20,
     engine_options: dict[str, Any] | None = None,
+    streams: StreamLimits | None = None,
     **limits: int,
 ) -> AsyncIterator[Running]:
     """A verifier with its own KV pool; `limits` change those of the card."""
@@ -87,7 +89,7 @@ async def serving(
     admission = AdmissionLimits(max_sessions=max_sessions, max_queue=max_queue)
     options = {"admission": admission, "on_failure": on_failure, **(engine_options or {})}
     engine = TorchEngine(target, Judge(loaded.valid_ids), card, **options)
-    server = Server(card.limits.max_frame_bytes)
+    server = Server(card.limits.max_frame_bytes, streams, engine._observer.refused)
     bound = await server.start("127.0.0.1", port)
     engine.start()
     await server.begin(engine, loaded.valid_ids)
@@ -222,10 +224,14 @@ class RawStream:
 
 
 @asynccontextmanager
-async def raw(running: Running | str) -> AsyncIterator[verifier_pb2_grpc.VerifierStub]:
-    """A stub on a channel of its own."""
+async def raw(running: Running | str, *, is_alone: bool = False) -> AsyncIterator[verifier_pb2_grpc.VerifierStub]:
+    """A stub on a channel of its own; `is_alone`: on a connection of its own too, so a principal of its own.
+
+    Channels to one address share a connection otherwise.
+    """
     address = running if isinstance(running, str) else running.address
-    async with grpc.aio.insecure_channel(address) as channel:
+    options = [("grpc.use_local_subchannel_pool", 1)] if is_alone else []
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
         yield verifier_pb2_grpc.VerifierStub(channel)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from cloud_verifier import noise as torch_noise
 from cloud_verifier import row_choice
-from cloud_verifier.row_choice import RowChoices, RowChooser, RowRequest, Outcome
+from cloud_verifier.row_choice import Outcome, RowChoices, RowChooser, RowRequest
 from shared import agreement, randomness
 from shared.errors import NumericalError
 from shared.sampling import Counts, SamplingParams, raw_logprob, warp
@@ -310,7 +310,7 @@ def test_cuts_through_ties_keep_the_lowest_ids() -> None:
         row[rng.choice(width, size=5, replace=False)] = 1
         rows = np.stack([row] * 200)
         for cut in ({"top_k": 3}, {"top_k": 8}, {"top_k": 64}, {"top_k": 70}, {"top_p": 0.01}, {"top_p": 0.3}):
-            params = SamplingParams(temperature=5.0, **cut)  # type: ignore[arg-type]
+            params = SamplingParams(temperature=5.0, **cut)
             requests = [RowRequest(params, 3, n) for n in range(200)]
             found = chosen(rows, requests)
             assert found == references(rows, requests)

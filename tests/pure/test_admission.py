@@ -1,0 +1,276 @@
+"""Who is let in, who waits, who is sent away; and the rate of hint nodes. Time is the test's."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from cloud_verifier.admission import LEAST_RETRY_MS, MOST_RETRY_MS, Admission, AdmissionLimits, Entry
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Somebody who asks. Two that look alike are not the same."""
+
+    name: str
+
+
+def entered(admission: Admission[Ticket], *names: str, principal: str = "a") -> list[Ticket]:
+    """So many who found a place or a place in the queue."""
+    tickets = [Ticket(name) for name in names]
+    for ticket in tickets:
+        assert admission.enter(principal, ticket) in (Entry.ADMITTED, Entry.QUEUED)
+    return tickets
+
+
+def test_places_are_given_until_they_are_gone_then_the_queue_until_it_is_full() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=2, max_queue=3))
+    found = [admission.enter("a", Ticket(str(number))) for number in range(7)]
+    assert found == [Entry.ADMITTED] * 2 + [Entry.QUEUED] * 3 + [Entry.QUEUE_FULL] * 2
+    assert (admission.held, admission.queued) == (2, 3)
+
+
+def test_without_a_queue_whoever_finds_no_place_is_sent_away() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=1, max_queue=0))
+    assert admission.has_place()
+    assert admission.enter("a", Ticket("x")) is Entry.ADMITTED
+    assert not admission.has_place()
+    assert admission.enter("a", Ticket("y")) is Entry.QUEUE_FULL
+    admission.leave("a", 1.0)
+    assert admission.enter("a", Ticket("z")) is Entry.ADMITTED
+
+
+def test_the_queue_is_served_first_come_first_served_whoever_asks() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=1, max_queue=9))
+    entered(admission, "in")
+    waiting = [entered(admission, name, principal=name)[0] for name in ("b", "c", "a", "d")]
+    assert admission.next_to_enter() is None
+    served = []
+    for holder in ("a", "b", "c", "a"):
+        admission.leave(holder, 1.0)
+        served.append(admission.next_to_enter())
+        assert admission.next_to_enter() is None
+    assert served == waiting
+    assert (admission.held, admission.queued) == (1, 0)
+
+
+def test_nobody_passes_those_who_wait_though_a_place_is_free() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=1, max_queue=9))
+    entered(admission, "in")
+    (first,) = entered(admission, "first")
+    admission.leave("a", 1.0)
+    assert not admission.has_place()
+    assert admission.enter("a", Ticket("second")) is Entry.QUEUED
+    assert admission.next_to_enter() is first
+
+
+def test_a_principal_holds_and_waits_for_no_more_than_its_share() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=2, max_queue=9, principal_sessions=3))
+    assert [admission.enter("a", Ticket(str(number))) for number in range(4)] == [
+        Entry.ADMITTED,
+        Entry.ADMITTED,
+        Entry.QUEUED,
+        Entry.PRINCIPAL_SESSIONS,
+    ]
+    assert admission.enter("b", Ticket("other")) is Entry.QUEUED
+    assert admission.queued == 2
+    admission.leave("a", 1.0)
+    assert admission.enter("a", Ticket("again")) is Entry.QUEUED
+
+
+def test_a_ticket_that_is_withdrawn_is_never_served_and_the_others_keep_their_order() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=1, max_queue=9, principal_sessions=5))
+    entered(admission, "in")
+    first, second, third = entered(admission, "x", "x", "x")
+    assert admission.maybe_withdraw(second)
+    assert not admission.maybe_withdraw(second)
+    assert not admission.maybe_withdraw(Ticket("x"))
+    assert admission.enter("a", Ticket("y")) is Entry.QUEUED  # its share counts those who left no more
+    admission.leave("a", 1.0)
+    assert admission.next_to_enter() is first
+    assert not admission.maybe_withdraw(first)
+    admission.leave("a", 2.0)
+    assert admission.next_to_enter() is third
+
+
+def test_a_drain_takes_all_out_of_the_queue_without_a_place() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=1, max_queue=9))
+    entered(admission, "in")
+    waiting = entered(admission, "x", "y", "z")
+    assert list(iter(admission.next_queued, None)) == waiting
+    assert (admission.held, admission.queued) == (1, 0)
+
+
+def test_a_session_that_moves_takes_its_place_along() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=4, principal_sessions=2))
+    entered(admission, "x", "y")
+    admission.move("a", "b")
+    admission.move("a", "a")
+    assert admission.held == 2
+    assert admission.enter("a", Ticket("z")) is Entry.ADMITTED
+    assert admission.enter("b", Ticket("z")) is Entry.ADMITTED
+    assert admission.enter("b", Ticket("z")) is Entry.PRINCIPAL_SESSIONS
+    for holder in ("b", "b", "a", "a"):
+        admission.leave(holder, 1.0)
+    assert admission.held == 0
+
+
+def test_nobody_leaves_who_holds_no_place() -> None:
+    admission = Admission[Ticket](AdmissionLimits())
+    entered(admission, "x")
+    with pytest.raises(AssertionError):
+        admission.leave("b", 1.0)
+    admission.leave("a", 1.0)
+    with pytest.raises(AssertionError):
+        admission.leave("a", 2.0)
+    assert admission.held == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_at_any_time_places_and_queue_hold_what_a_slow_twin_says(seed: int) -> None:
+    rng = random.Random(seed)
+    limits = AdmissionLimits(rng.randint(1, 5), rng.randint(0, 5), rng.choice([0, 2, 4]))
+    admission = Admission[Ticket](limits)
+    held: list[str] = []
+    queue: list[tuple[str, Ticket]] = []
+    seen = Counter[Entry]()
+    for number in range(2000):
+        act, name = rng.random(), rng.choice("abcd")
+        if act < 0.5:
+            ticket = Ticket(str(number))
+            own = held.count(name) + sum(1 for principal, _ in queue if principal == name)
+            if limits.principal_sessions and own >= limits.principal_sessions:
+                expected = Entry.PRINCIPAL_SESSIONS
+            elif len(held) < limits.max_sessions and not queue:
+                expected = Entry.ADMITTED
+                held.append(name)
+            elif len(queue) >= limits.max_queue:
+                expected = Entry.QUEUE_FULL
+            else:
+                expected = Entry.QUEUED
+                queue.append((name, ticket))
+            assert admission.enter(name, ticket) is expected
+            seen[expected] += 1
+        elif act < 0.8 and held:
+            leaver = held.pop(rng.randrange(len(held)))
+            admission.leave(leaver, float(number))
+            while queue and len(held) < limits.max_sessions:
+                principal, ticket = queue.pop(0)
+                assert admission.next_to_enter() is ticket
+                held.append(principal)
+            assert admission.next_to_enter() is None
+        elif act < 0.9 and queue:
+            assert admission.maybe_withdraw(queue.pop(rng.randrange(len(queue)))[1])
+        elif held:
+            place = rng.randrange(len(held))
+            admission.move(held[place], name)
+            held[place] = name
+        assert (admission.held, admission.queued) == (len(held), len(queue))
+        assert admission.has_place() == (len(held) < limits.max_sessions and not queue)
+        assert LEAST_RETRY_MS <= admission.retry_after_ms() <= MOST_RETRY_MS
+    assert seen[Entry.ADMITTED] > 50
+
+
+# ---------------------------------------------------------------- when to come again
+
+
+def queued(admission: Admission[Ticket], count: int) -> None:
+    while admission.queued < count:
+        entered(admission, "x")
+
+
+def test_retry_after_grows_with_the_queue_and_stays_within_its_bounds() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=1, max_queue=1000))
+    entered(admission, "in")
+    told = []
+    for length in range(0, 200, 5):
+        queued(admission, length)
+        told.append(admission.retry_after_ms())
+    assert told[0] < told[1] < told[2]
+    assert sorted(told) == told
+    assert LEAST_RETRY_MS <= told[0]
+    assert told[-1] == MOST_RETRY_MS
+
+
+@pytest.mark.parametrize(("interval_s", "expected"), [(0.5, 5 * 500), (3.0, 5 * 3000), (100.0, MOST_RETRY_MS)])
+def test_retry_after_follows_how_fast_places_are_left(interval_s: float, expected: int) -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=100, max_queue=9))
+    for number in range(60):
+        entered(admission, "x")
+        admission.leave("a", number * interval_s)
+    entered(admission, *["in"] * 100)
+    queued(admission, 4)
+    assert admission.retry_after_ms() == pytest.approx(expected, rel=0.05)
+
+
+def test_places_left_at_the_same_moment_do_not_bring_retry_after_below_its_bound() -> None:
+    admission = Admission[Ticket](AdmissionLimits())
+    for _ in range(200):
+        entered(admission, "x")
+        admission.leave("a", 5.0)
+    assert admission.retry_after_ms() == LEAST_RETRY_MS
+
+
+# ---------------------------------------------------------------- hint nodes
+
+
+def bucket(rate: int) -> Admission[Ticket]:
+    return Admission[Ticket](AdmissionLimits(hint_nodes_per_second=rate))
+
+
+def test_without_a_rate_any_number_of_nodes_may_be_sent() -> None:
+    admission = bucket(0)
+    assert all(admission.may_send("a", 10**6, 0.0) for _ in range(10))
+
+
+def test_a_burst_of_four_seconds_worth_then_the_rate() -> None:
+    admission = bucket(10)
+    assert [admission.may_send("a", 8, 100.0) for _ in range(6)] == [True] * 5 + [False]
+    assert not admission.may_send("a", 8, 100.7)
+    assert admission.may_send("a", 8, 100.9)
+    assert not admission.may_send("a", 8, 100.9)
+    taken = sum(8 for n in range(1, 1001) if admission.may_send("a", 8, 100.9 + n * 0.1))
+    assert 10 * 100 - 8 <= taken <= 10 * 100 + 8
+
+
+def test_a_refused_hint_costs_nothing_and_a_smaller_one_may_pass() -> None:
+    admission = bucket(10)
+    assert not admission.may_send("a", 41, 0.0)
+    assert admission.may_send("a", 40, 0.0)
+    assert not admission.may_send("a", 1, 0.0)
+    assert admission.may_send("a", 0, 0.0)
+
+
+def test_idle_time_buys_no_more_than_one_burst() -> None:
+    admission = bucket(10)
+    assert admission.may_send("a", 40, 0.0)
+    assert admission.may_send("a", 40, 10_000.0)
+    assert not admission.may_send("a", 1, 10_000.0)
+
+
+def test_each_principal_has_a_rate_of_its_own() -> None:
+    admission = bucket(10)
+    assert admission.may_send("a", 40, 0.0)
+    assert not admission.may_send("a", 1, 0.0)
+    assert admission.may_send("b", 40, 0.0)
+
+
+def test_whoever_has_gone_is_forgotten() -> None:
+    admission = bucket(10)
+    for number in range(1000):
+        entered(admission, "x", principal=str(number))
+        admission.may_send(str(number), 40, 0.0)
+        admission.leave(str(number), 0.0)
+    assert not admission._rates
+    assert not admission._held
+
+
+def test_a_principal_keeps_its_rate_while_one_of_its_sessions_is_there() -> None:
+    admission = bucket(10)
+    entered(admission, "x", "y")
+    assert admission.may_send("a", 40, 0.0)
+    admission.leave("a", 0.0)
+    assert not admission.may_send("a", 40, 0.0)
