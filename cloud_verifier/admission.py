@@ -66,10 +66,14 @@ class Admission(Generic[Ticket]):
         """True if the next to come would not have to wait."""
         return self.held < self.limits.max_sessions and not self._queue
 
+    def has_share(self, principal: str) -> bool:
+        """True if the principal may hold or wait for one session more."""
+        most = self.limits.principal_sessions
+        return not most or self._held[principal] + sum(1 for name, _ in self._queue if name == principal) < most
+
     def enter(self, principal: str, ticket: Ticket) -> Entry:
         """Takes a place, or queues the ticket, or does neither: the queue is full, or the principal has enough."""
-        most = self.limits.principal_sessions
-        if most and self._held[principal] + sum(1 for name, _ in self._queue if name == principal) >= most:
+        if not self.has_share(principal):
             return Entry.PRINCIPAL_SESSIONS
         if self.has_place():
             self._held[principal] += 1

@@ -28,15 +28,13 @@ PREFIX_WIDTHS = (64, 128, 1024, 2**31)
 """How many of a row's highest scores are looked at, the last: all."""
 BLOCK = 64
 """Ids whose highest score stands for them while a row's highest scores are sought."""
-ROUNDS = 3
+ROUNDS = 4
 """How often an id that top-p cuts is replaced by the next, before a row is sorted."""
 MASS_ERROR = {torch.float32: 1e-5, torch.float64: 1e-9}
 """Bound on the relative error of a row's mass of up to 2^21 ids, from scores scaled in this type and summed in float64.
 
 A score x is off by 3 * 2^-24 |x| in float32, and |x| weighted by mass is below ln 2^21 = 14.6; exp adds 2^-22: 3e-6 in
 all. In float64 the order of the sum counts: 2^21 * 2^-53 = 2.4e-10. Both are tripled."""
-LOWEST_FLOAT32_TEMPERATURE = 1e-30
-"""Below it that bound does not hold."""
 CHUNK_BYTES = 64 << 20
 """No float64 temporary of whole rows is larger."""
 CACHED_BYTES = 4 << 20
@@ -219,9 +217,8 @@ def _penalise(values: torch.Tensor, requests: Sequence[RowRequest]) -> None:
             times = np.fromiter(counts.generated.values(), dtype=np.float64)
             falls.add(n, generated, params.frequency_penalty * times + params.presence_penalty)
             if params.repetition_penalty != 1:
-                new = np.array([token for token in counts.generated if token not in counts.context], dtype=np.int64)
                 factors.add(n, _ids_of(counts.context), params.repetition_penalty)
-                factors.add(n, new, params.repetition_penalty)
+                factors.add(n, generated, params.repetition_penalty)
         biases.add(n, np.fromiter(params.logit_bias, dtype=np.int64), list(params.logit_bias.values()))
     factors.apply(lambda old, factor: torch.where(old > 0, old / factor, old * factor))
     falls.apply(lambda old, fall: old - fall)
@@ -229,7 +226,7 @@ def _penalise(values: torch.Tensor, requests: Sequence[RowRequest]) -> None:
 
 
 class _Changes:
-    """One change to each of some places of a matrix."""
+    """One change to each of some places of a matrix; a place named twice, as by context and text, is changed once."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -237,14 +234,14 @@ class _Changes:
         self._amounts: list[npt.NDArray[np.float64]] = []
 
     def add(self, row: int, ids: npt.NDArray[np.int64], amounts: npt.ArrayLike) -> None:
-        """Ids beyond the row are left out. Shapes: ids (k,), without repeats; amounts (k,) or one for all."""
+        """Ids beyond the row are left out. Shapes: ids (k,); amounts (k,) or one for all."""
         size = self._values.shape[1]
         is_within = ids < size
         self._places.append(ids[is_within] + row * size)
         self._amounts.append(np.broadcast_to(np.asarray(amounts, dtype=np.float64), ids.shape)[is_within])
 
     def apply(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        """`change` makes new values of old values and amounts."""
+        """`change` makes new values of old values and amounts; every old value is read before any is written."""
         if not any(map(len, self._places)):
             return
         flat = self._values.view(-1)
@@ -281,11 +278,10 @@ class _Rows(NamedTuple):
             [p.top_p for p in params],
             [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params],
         ]
-        top_k = [p.top_k if p.top_k < values.shape[1] else 0 for p in params]
-        words = np.array([[r.seed for r in requests], [r.position for r in requests], top_k], dtype=np.uint64)
+        words = [[r.seed for r in requests], [r.position for r in requests], [p.top_k for p in params]]
         temperature, top_p, floor = _on_device(np.array(floats, dtype=np.float64), values)[..., None]
-        seeds, positions, top_ks = _on_device(words.view(np.int64), values)[..., None]
-        return _Rows(values, temperature, top_ks, top_p, floor, row_keys(seeds, positions))
+        seeds, positions, top_k = _on_device(np.array(words, dtype=np.uint64).view(np.int64), values)[..., None]
+        return _Rows(values, temperature, top_k, top_p, floor, row_keys(seeds, positions))
 
     def scaled(self, values: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         """Scores after temperature, the best at 0. Shapes: values (R, k); best (R, 1) float64; result float64."""
@@ -293,8 +289,7 @@ class _Rows(NamedTuple):
 
     def noised(self, scaled: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """With noise; -inf where scaled is or min-p cuts. Shapes: scaled, result (R, k); ids (R, k) or (k,)."""
-        is_kept = (scaled > -math.inf) & (scaled >= self.floor)
-        return (noise(self.keys, ids) + scaled).masked_fill_(~is_kept, -math.inf)
+        return (noise(self.keys, ids) + scaled).masked_fill_(scaled < self.floor, -math.inf)
 
 
 class _Prefix(NamedTuple):
@@ -371,7 +366,10 @@ def _outcomes(ids: torch.Tensor, best: torch.Tensor, is_decided: torch.Tensor | 
 
 
 def _choose_in_prefix(rows: _Rows, prefix: _Prefix) -> torch.Tensor:
-    """Decided if top-k, min-p or the row ends in the prefix. Top-p is a share of what top-k keeps, summed in order."""
+    """Decided if top-k, min-p or the row ends in the prefix. Top-p is a share of what top-k keeps, summed in order.
+
+    That sum is known even if ids of equal scores at the end of top-k are not: those that min-p cuts do not matter.
+    """
     scaled, beyond = prefix.scaled, prefix.beyond
     ranks = torch.arange(scaled.shape[1], device=scaled.device)
     is_in_top_k = (rows.top_k == 0) | (ranks < rows.top_k)
@@ -380,9 +378,8 @@ def _choose_in_prefix(rows: _Rows, prefix: _Prefix) -> torch.Tensor:
     masses = torch.exp(scaled).mul_(is_in_top_k).cumsum(1)
     share = (rows.top_p * masses[:, -1:]).masked_fill_(rows.top_p == 1, math.inf)
     is_cut = ~is_in_top_k | (_before(masses) >= share)
-    is_decided = is_all_here | ((rows.floor > beyond) & (rows.top_p == 1))
     noised = rows.noised(scaled, prefix.ids).masked_fill_(is_cut, -math.inf)
-    return _outcomes(_first_of_loudest(prefix.ids, noised), prefix.best, is_decided)
+    return _outcomes(_first_of_loudest(prefix.ids, noised), prefix.best, is_all_here | (rows.floor > beyond))
 
 
 def _choose_loudest(rows: _Rows, seeks_loud_ids: bool) -> torch.Tensor:
@@ -454,18 +451,17 @@ def _first_within_share(
     Shapes: ids, noised (R, k); others (R, 1).
     """
     low, high = share
-    scores = rows.scaled(rows.values.gather(1, ids), best)
     chosen, is_decided = torch.zeros_like(ids[:, :1]), torch.zeros_like(best, dtype=torch.bool)
     is_open = ~is_decided
     for _ in range(ROUNDS):
         token = _first_of_loudest(ids, noised)
-        least, most, score = _mass_before(rows, best, token)
+        least, most = _mass_before(rows, best, token)
         chosen = torch.where(is_open, token, chosen)
         is_decided |= is_open & (most < low)
         is_open &= least >= high
         if ids.is_cpu and not is_open.any():
             break
-        noised = noised.masked_fill((scores < score) | ((scores == score) & (ids >= token)), -math.inf)
+        noised = noised.masked_fill(ids == token, -math.inf)
     return chosen, is_decided
 
 
@@ -481,28 +477,24 @@ def _share_bounds(rows: _Rows, best: torch.Tensor) -> tuple[torch.Tensor, torch.
     """The least and the most that top-p's share of the row's mass, summed in order, can be. Shapes: (R, 1) each."""
     dtype = rows.values.dtype
     mass = rows.top_p * _mass(rows.values, best.to(dtype), rows.temperature)
-    is_unfit = rows.temperature < LOWEST_FLOAT32_TEMPERATURE
+    is_unfit = rows.temperature < torch.finfo(torch.float32).tiny  # the error bound does not hold
     low, high = mass * (1 - MASS_ERROR[dtype]), mass * (1 + MASS_ERROR[dtype])
     return low.masked_fill_(is_unfit, 0.0), high.masked_fill_(is_unfit, math.inf)
 
 
-def _mass_before(
-    rows: _Rows, best: torch.Tensor, token: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The least and the most mass before an id, by (-scaled score, id), and its scaled score. Shapes: (R, 1) each.
+def _mass_before(rows: _Rows, best: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the most mass before an id, by (-scaled score, id). Shapes: (R, 1) each.
 
     Of ids with the same scaled score, by rounding maybe, the least counts none and the most all others.
     """
-    dtype, infinity = rows.values.dtype, torch.full_like(best, math.inf, dtype=rows.values.dtype)
-    value = rows.values.gather(1, token)
-    score = rows.scaled(value, best)
-    near = 1e-15 * (best.abs() + value.abs())  # scores further apart than 2^-51 of this do not round to one
-    above, below = (
-        torch.nextafter((value + near).to(dtype), infinity),
-        torch.nextafter((value - near).to(dtype), -infinity),
-    )
+    dtype = rows.values.dtype
+    value, infinity = rows.values.gather(1, token), torch.full_like(best, math.inf, dtype=dtype)
+    near = 1e-15 * (best.abs() + value.abs())  # scores that lie 2^-51 of this apart, or more, do not round to one
+    above = torch.nextafter((value + near).to(dtype), infinity)
+    below = torch.nextafter((value - near).to(dtype), -infinity)
     least, most = (_mass(rows.values, best.to(dtype), rows.temperature, bound) for bound in (above, below))
-    return least * (1 - MASS_ERROR[dtype]), most * (1 + MASS_ERROR[dtype]) - score.exp(), score
+    own = rows.scaled(value, best).exp_()
+    return least * (1 - MASS_ERROR[dtype]), most * (1 + MASS_ERROR[dtype]) - own
 
 
 def _mass(

@@ -57,6 +57,11 @@ class PlannedRow:
         """The same row as a plain step."""
         return replace(self, nodes=())
 
+    def halved(self) -> PlannedRow:
+        """The first half of what the row feeds, as prefill; a plain step if that is one id."""
+        half = len(self.feed) // 2
+        return replace(self, feed=self.feed[:half], nodes=(), is_judged=False) if half else self.without_nodes()
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -76,6 +81,7 @@ class Scheduler:
         self._last_step_end: float | None = None
         self._room = 1.0
         self._is_tight = False
+        self._passed_over: dict[bytes, float] = {}
 
     # ------------------------------------------------------------ sessions
 
@@ -85,6 +91,7 @@ class Scheduler:
 
     def maybe_remove(self, session: Session) -> bool:
         """Not served any more; False if it was not before."""
+        self._passed_over.pop(session.id, None)
         return self._sessions.pop(session.id, None) is not None
 
     def sessions(self) -> Iterable[Session]:
@@ -103,9 +110,13 @@ class Scheduler:
         """A step did not fit: the next ones are half as large, and grow again slowly."""
         self._room = max(0.01, self._room / 2)
 
-    def note_no_room(self) -> None:
-        """No row of the plan found room in the KV pool: next the session that was opened first goes first."""
-        self._is_tight = True
+    def note_no_room(self, without: Iterable[Session], now: float, is_whole_plan: bool) -> None:
+        """These sessions of the plan found no room in the KV pool: they go to the end of the line.
+
+        If that was the whole plan, the next one takes the sessions in the order in which they were opened.
+        """
+        self._passed_over |= {session.id: now for session in without}
+        self._is_tight = is_whole_plan
 
     # ------------------------------------------------------------ planning
 
@@ -123,10 +134,13 @@ class Scheduler:
         if not waiting or self._linger_until(now, waiting) is not None:
             return None
         if not self._is_tight:
-            waiting.sort(key=lambda session: session.runnable_since or 0.0)
+            waiting.sort(key=self._in_line_since)
         self._last_planned = now
         fed = list(self._feeds(waiting))
         return StepPlan(tuple(self._rows(fed, now)))
+
+    def _in_line_since(self, session: Session) -> float:
+        return max(session.runnable_since or 0.0, self._passed_over.get(session.id, 0.0))
 
     def wake_at(self, now: float) -> float | None:
         """When a step may be due by time alone, after `plan` gave none; None if only a command can change that."""

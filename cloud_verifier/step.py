@@ -58,8 +58,11 @@ class StepRunner:
         """
         started = self._clock()
         rows = self._reserved(plan.rows)
+        if len(rows) < len(plan.rows):
+            served = {id(row.session) for row in rows}
+            without = [row.session for row in plan.rows if id(row.session) not in served]
+            self._scheduler.note_no_room(without, started, is_whole_plan=not rows)
         if not rows:
-            self._scheduler.note_no_room()
             return False
         reserve_s = self._clock() - started
         verified = self._try_verify(rows)
@@ -80,7 +83,10 @@ class StepRunner:
                 self._commit(row, outcome, step_us, len(rows))
         now = self._clock()
         self._scheduler.note_step(sum(row.tokens for row in rows), verified.seconds, now)
-        self._observer.step(self._report(rows, verified, plan_s, reserve_s, now - verified_at))
+        try:
+            self._observer.step(self._report(rows, verified, plan_s, reserve_s, now - verified_at))
+        except Exception:  # a figure is lost, no session is
+            log.exception("a step could not be reported")
         return True
 
     def _reserved(self, rows: Sequence[PlannedRow]) -> list[PlannedRow]:
@@ -113,10 +119,10 @@ class StepRunner:
         self._observer.out_of_memory()
         self._scheduler.note_out_of_memory()
         self._model.recover()
-        smallest = sorted(rows, key=lambda row: len(row.feed))[: max(1, len(rows) // 2)]
+        smallest = sorted((row.without_nodes() for row in rows), key=lambda row: row.tokens)[: len(rows) // 2]
         for row in rows:
             row.session.slot.roll_back(row.session.slot.length)
-        return [row.without_nodes() for row in smallest if row.session.slot.try_reserve(len(row.feed))]
+        return [row for row in smallest or [rows[0].halved()] if row.session.slot.try_reserve(row.tokens)]
 
     def _try_verify(self, rows: list[PlannedRow]) -> _Verified | None:
         """What each row decided; None if memory ran out."""

@@ -226,6 +226,7 @@ class TorchEngine:
         self._sessions: dict[SessionId, Session] = {}
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._sweep: asyncio.TimerHandle | None = None
+        self._is_sweep_due_again = False
         self._is_draining = False
         self._gauges_at = float("-inf")
         self.worker = Worker(
@@ -368,6 +369,7 @@ class TorchEngine:
                 field="open.target_id",
             )
         if len(frame.ids) + (0 if frame.is_continued else 1) > card.context_size:
+            self._observer.refused("context")
             raise RemoteProtocolError(
                 f"open.ids: the context of {len(frame.ids)} tokens leaves no room in {card.model_name}'s "
                 f"{card.context_size}",
@@ -381,7 +383,7 @@ class TorchEngine:
         if self._is_draining:
             self._observer.refused("draining")
             raise VerifierUnavailable(STOPPING)
-        if not self._admission.has_place():
+        if self._admission.has_share(waiting.principal) and not self._admission.has_place():
             self._maybe_make_room()
         entry = self._admission.enter(waiting.principal, waiting)
         if entry is Entry.ADMITTED:
@@ -495,6 +497,7 @@ class TorchEngine:
                     self._maybe_make_room()
 
         self.submit(command)
+        self._is_sweep_due_again = True
         if self._sweep is None:
             self._sweep_later(asyncio.get_running_loop())
 
@@ -512,12 +515,16 @@ class TorchEngine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(again, any(not session.is_dropped for session in absent))
 
+        def begin() -> None:
+            self._is_sweep_due_again = False  # who leaves from here on comes behind the sweep
+            self.submit(sweep)
+
         def again(is_needed: bool) -> None:
             self._sweep = None
-            if is_needed:
+            if is_needed or self._is_sweep_due_again:
                 self._sweep_later(loop)
 
-        self._sweep = loop.call_later(interval_s, self.submit, sweep)
+        self._sweep = loop.call_later(interval_s, begin)
 
     def end_with(self, session: Session, error: DraftwireError) -> None:
         """(worker) Ends one session with an error; the others go on."""
@@ -554,6 +561,9 @@ class TorchEngine:
             steps=session.usage.steps,
         )
         self._gauges_at = float("-inf")
+        if self.worker.failure is not None:
+            for told in iter(self._admission.next_queued, None):
+                told.settle(self.worker.failure)
         if self.worker.failure is not None or self._is_draining:
             return
         while (waiting := self._admission.next_to_enter()) is not None:

@@ -554,6 +554,32 @@ def test_going_on_inside_a_page_that_nobody_else_holds_copies_nothing_and_hides_
     target.pool.check_integrity()
 
 
+@pytest.mark.parametrize("length", [16, 20, 31, 32])
+def test_what_follows_a_changed_page_is_found_behind_the_new_ids_and_not_behind_the_old(
+    target: TorchTarget, length: int
+) -> None:
+    other, slot = fed_slot(target, TEXT[:48]), adopted_slot(target, TEXT)
+    slot.roll_back(length)
+    new = [*TEXT[:length], TEXT[length] + 1, *TEXT[length + 1 : 48], *range(16)]
+    feed(target, slot, new[length:])
+    slot.seal(new)
+    assert adopted_slot(target, [*new, 1]).pages == slot.pages
+    assert adopted_slot(target, [*TEXT[:48], *range(16), 1]).pages == other.pages
+    target.pool.check_integrity()
+
+
+def test_what_follows_another_last_id_than_was_adopted_is_not_found_behind_the_adopted_ones(
+    target: TorchTarget,
+) -> None:
+    fed_slot(target, TEXT[:32])
+    slot = adopted_slot(target, TEXT[:32])
+    new = [*TEXT[:31], TEXT[31] + 1, *range(16)]
+    feed(target, slot, new[31:])
+    slot.seal(new)
+    assert adopted_slot(target, [*new, 1]).pages == slot.pages
+    assert adopted_slot(target, [*TEXT[:32], *range(16), 1]).length == 32
+
+
 def test_two_slots_that_computed_the_same_apart_hold_one_copy_after_seal(target: TorchTarget) -> None:
     slots = [target.new_slot() for _ in range(2)]
     for slot, tail in zip(slots, (TEXT[48:50], [1, 2]), strict=True):

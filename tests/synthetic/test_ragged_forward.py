@@ -182,7 +182,7 @@ def test_a_probe_writes_the_same_text_beside_any_neighbours(kind: str) -> None:
             order = rng.sample(range(len(rows)), len(rows))
             scores = dict(zip(order, forward(target, [rows[index] for index in order]), strict=True))
             probe.keep([0])
-            text.append(int(scores[0][0].argmax()))
+            text.append(int(scores[0][0].topk(3).indices[len(text) % 3]))  # the best alone would soon repeat
             for other in others:
                 other.keep(range(rng.randint(0, 1)))
         texts.append(text)
@@ -481,6 +481,8 @@ def test_a_compiled_model_gives_the_same_scores(monkeypatch: pytest.MonkeyPatch)
     ]
     own = [target.forward(rows) for rows in batches]
     lm.compile()
-    for rows, scores in zip(batches, own, strict=True):
-        assert_same(target.forward(rows), scores)
-    assert graphs
+    assert_same(target.forward(batches[0]), own[0])
+    traced = len(graphs)
+    assert traced
+    assert_same(target.forward(batches[1]), own[1])
+    assert len(graphs) == traced, "another shape of a step was traced anew"

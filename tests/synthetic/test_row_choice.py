@@ -18,7 +18,7 @@ from cloud_verifier import row_choice
 from cloud_verifier.row_choice import Outcome, RowChoices, RowChooser, RowRequest
 from shared import agreement, randomness
 from shared.errors import NumericalError
-from shared.sampling import Counts, SamplingParams, raw_logprob, warp
+from shared.sampling import Counts, SamplingParams, penalised, raw_logprob, warp
 
 Rows = npt.NDArray[np.float32]
 Valid = npt.NDArray[np.bool_]
@@ -60,7 +60,7 @@ TOUCHES: list[dict[str, object]] = [
     {},
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 0.75, "presence_penalty": -0.5},
-    {"repetition_penalty": 0.5, "frequency_penalty": -2.0, "logit_bias": {0: 5.0, 3: -math.inf, 10**6: 1.0}},
+    {"repetition_penalty": 0.6, "frequency_penalty": -2.1, "logit_bias": {0: 5.3, 3: -math.inf, 10**6: 1.0}},
     {"logit_bias": {1: -math.inf, 2: 1000.0}},
     {"logit_bias": dict.fromkeys(range(22), -math.inf)},
 ]
@@ -104,7 +104,7 @@ def some_row(rng: np.random.Generator, size: int) -> Rows:
             row = np.full(size, row[0])
         case 3 if rng.random() < 0.3:
             row = row * 1e30
-    return row.astype(np.float32)
+    return np.asarray(row, dtype=np.float32)
 
 
 def some_request(rng: np.random.Generator, size: int) -> RowRequest:
@@ -273,12 +273,12 @@ def test_scores_stay_as_they_are_and_need_not_be_contiguous() -> None:
     rows, requests = some_batch(rng, 200, 50)
     wide = torch.from_numpy(np.repeat(rows, 2, axis=1))[:, ::2]
     transposed = torch.from_numpy(rows.T.copy()).T
-    valid = np.arange(200) % 7 != 3
-    expected = references(rows, requests, valid)
-    for scores in (torch.from_numpy(rows), wide, transposed):
-        before = scores.clone()
-        assert pairs(RowChooser(valid, CPU).choose(scores, requests).fetch()) == expected
-        assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+    for valid in (np.arange(200) % 7 != 3, np.ones(200, dtype=np.bool_)):
+        expected = references(rows, requests, valid)
+        for scores in (torch.from_numpy(rows), wide, transposed):
+            before = scores.clone()
+            assert pairs(RowChooser(valid, CPU).choose(scores, requests).fetch()) == expected
+            assert torch.equal(scores.nan_to_num(), before.nan_to_num())
 
 
 def test_no_rows_make_no_choices() -> None:
@@ -317,6 +317,77 @@ def test_cuts_through_ties_keep_the_lowest_ids() -> None:
             assert len({token for token, _ in found}) > 1
 
 
+def test_equal_noised_scores_give_the_lowest_id() -> None:
+    ids, noised = torch.tensor([[7, 3, 5, 3, 0]]), torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    assert row_choice._first_of_loudest(ids, noised).tolist() == [[3]]
+
+
+@pytest.mark.parametrize("seeks_loud_ids", [True, False])
+def test_a_share_that_cuts_through_ties_far_beyond_the_prefix_keeps_the_lowest_ids(seeks_loud_ids: bool) -> None:
+    """The prefix ends among the ties, with any of them; 60 better ids hold most of the share, or little of it."""
+    rng = np.random.default_rng(93)
+    row = np.full(700, -1.5, dtype=np.float32)
+    row[rng.choice(700, size=60, replace=False)] = 0
+    rows, ties = np.stack([row] * 400), 0
+    for top_p in (0.33, 0.5, 0.9):
+        requests = [RowRequest(SamplingParams(top_p=top_p), 8, n) for n in range(400)]
+        found = chosen(rows, requests, seeks_loud_ids=seeks_loud_ids)
+        assert found == references(rows, requests)
+        ties += sum(row[token] < 0 for token, _ in found)
+    assert ties > 100
+
+
+def test_a_prefix_with_nearly_the_whole_share_is_not_taken_for_all_of_it() -> None:
+    row = np.full(704, -4, dtype=np.float32)
+    row[200:264] = 0
+    rows = np.stack([row] * 500)
+    requests = [RowRequest(SamplingParams(top_p=0.9), 8, n) for n in range(500)]
+    found = chosen(rows, requests)
+    assert found == references(rows, requests)
+    assert sum(row[token] < 0 for token, _ in found) > 10
+
+
+def test_scores_that_scaling_makes_equal_are_cut_by_id() -> None:
+    """By value, these ids would be cut in another order."""
+    rng = np.random.default_rng(94)
+    rows = (rng.random((300, 500)) * 1e-20).astype(np.float32)
+    rows[:, 250] = 100
+    requests = [RowRequest(SamplingParams(temperature=40.0, top_p=0.5), 2, n) for n in range(300)]
+    assert chosen(rows, requests) == references(rows, requests)
+
+
+def test_temperatures_below_float32_are_exact() -> None:
+    rng = np.random.default_rng(95)
+    rows = (rng.integers(0, 12, (300, 200)) * 1.4e-45).astype(np.float32)
+    requests = [RowRequest(SamplingParams(temperature=2e-45, top_p=0.8), 2, n) for n in range(300)]
+    found = chosen(rows, requests)
+    assert found == references(rows, requests)
+    assert len({token for token, _ in found}) > 10
+
+
+@pytest.mark.parametrize("seeks_loud_ids", [True, False])
+def test_a_share_that_ends_within_rounding_of_the_winner_is_told_apart(seeks_loud_ids: bool) -> None:
+    """Shares a ten-millionth above and below the mass before an uncut winner: the winner is in, and out."""
+    rng = np.random.default_rng(96)
+    rows = (rng.standard_normal((150, 900)) * 1.5).astype(np.float32)
+    uncut = np.array([token for token, _ in chosen(rows, [RowRequest(SamplingParams(), 6, n) for n in range(150)])])
+    masses = np.exp(rows.astype(np.float64) - rows.max(1, keepdims=True))
+    is_before = rows > rows[np.arange(150), uncut, None]
+    shares = (masses * is_before).sum(1) / masses.sum(1)
+    factors = [1 + 1e-7, 1 - 1e-7, 1 + 1e-11, 1 - 1e-11]
+    requests = [
+        RowRequest(SamplingParams(top_p=float(share * factor)), 6, n)
+        for factor in factors
+        for n, share in enumerate(shares)
+    ]
+    found = chosen(np.tile(rows, (4, 1)), requests, seeks_loud_ids=seeks_loud_ids)
+    assert found == references(np.tile(rows, (4, 1)), requests)
+    ins = int(sum(token == other for (token, _), other in zip(found, np.tile(uncut, 4), strict=True)))
+    beyond = int((is_before.sum(1) > row_choice.PREFIX_WIDTHS[0]).sum())
+    assert 250 < ins < 350
+    assert beyond > 30
+
+
 def test_a_share_that_ends_exactly_at_an_id_includes_it_and_no_more() -> None:
     """Equal scores have masses of exactly 1, so the bounds of a sum in another order cannot tell."""
     rows = np.zeros((64, 128), dtype=np.float32)
@@ -353,6 +424,28 @@ def test_thousands_of_flat_rows_are_won_beyond_the_prefix_as_the_full_noise_says
     assert beyond > 1000
 
 
+def test_a_loud_id_wins_by_a_hair_where_many_share_the_highest_score_beyond_the_prefix() -> None:
+    """The bound on loudness is as tight as can be: all ids beyond the prefix have nearly the score that it assumes."""
+    size, seed, tried = 3000, 13, 0
+    for position in range(100):
+        noise = randomness.noise(seed, position, np.arange(size))
+        order = np.argsort(-noise)
+        token, prefix = int(order[0]), order[1000:1064]
+        reached = noise[prefix].max()
+        score = np.float32(reached - noise[token])
+        if score > -0.5:
+            continue
+        tried += 1
+        row = np.full(size, score - 20, dtype=np.float32)
+        row[order[2000:2400]] = row[token] = score
+        row[prefix] = 0
+        for hair, winner in ((1e-12, token), (-1e-12, int(prefix[noise[prefix].argmax()]))):
+            bias = {token: float(reached - noise[token] - np.float64(score)) + hair}
+            request = [RowRequest(SamplingParams(logit_bias=bias), seed, position)]
+            assert chosen(row[None], request) == [(winner, 0)] == references(row[None], request)
+    assert tried > 50
+
+
 def test_one_very_loud_id_wins_from_far_below_by_a_hair_and_loses_by_a_hair() -> None:
     size, seed, rng = 40_000, 12, np.random.default_rng(88)
     tried = 0
@@ -386,6 +479,16 @@ def test_min_p_and_top_p_hold_for_loud_ids_too() -> None:
 
 
 # ---------------------------------------------------------------- penalties, logprobs, masses
+
+
+def test_penalised_scores_are_the_slow_twins_to_the_last_bit() -> None:
+    rng = np.random.default_rng(97)
+    rows, requests = np.stack([some_row(rng, 60) for _ in range(300)]), [some_request(rng, 60) for _ in range(300)]
+    values = torch.from_numpy(rows).to(torch.float64)
+    row_choice._penalise(values, requests)
+    for row, request, ours in zip(rows, requests, values.numpy(), strict=True):
+        np.testing.assert_array_equal(ours, penalised(row, request.params, request.counts, None))
+    assert sum(request.is_touched for request in requests) > 100
 
 
 def test_each_row_is_penalised_by_its_own_counts_and_biases() -> None:

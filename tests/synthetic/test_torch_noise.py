@@ -75,12 +75,27 @@ def test_an_id_is_loud_enough_for_its_own_noise() -> None:
         assert token in found
 
 
-def test_no_noise_reaches_the_limit_and_the_bounds_hold_for_the_loudest_words() -> None:
-    for slots in (0, 1, 2, 5, 1000, 10**6, 10**9):
-        hashed = (((1 << 52) - 1 - slots) << 12) + (slots % 4096)
-        noise = -math.log(-math.log(randomness.unit(hashed)))
-        assert noise < torch_noise.LOUDEST
-        last_but_one = hashed ^ (hashed >> 31)  # the last step alone; it leaves the upper bits as they are
-        last_but_one ^= hashed >> 62
-        assert torch_noise._lowest_word(noise) <= last_but_one
+def test_no_noise_reaches_the_limit() -> None:
+    assert -math.log(-math.log(randomness.unit(2**64 - 1))) < torch_noise.LOUDEST
     assert loud_rows(1, [1, 2, 3], [torch_noise.LOUDEST + 1e-9, math.inf, math.nan], 100)[0].tolist() == []
+
+
+def test_the_lowest_word_is_no_higher_than_any_with_the_noise_even_at_the_ends_of_what_it_can_tell_apart() -> None:
+    """Only the upper 31 bits are told apart: the words with all others clear are those that rounding may lose."""
+    generator = np.random.default_rng(6)
+    tops = [2**31 - 1, 2**31 - 2, 2**31 - 1000, 1, 2, 1000, *generator.integers(1, 2**31, 5000).tolist()]
+    for top in tops:
+        hashed = top << 33
+        noise = torch.tensor(-math.log(-math.log(randomness.unit(hashed))), dtype=torch.float64)
+        for need in (noise, torch.nextafter(noise, torch.tensor(math.inf, dtype=torch.float64))):
+            assert torch_noise._lowest_word(float(need)) <= hashed
+
+
+def test_the_last_step_of_the_hash_leaves_the_upper_31_bits_alone() -> None:
+    ids = np.arange(1000)
+    words = torch_noise._steps(1000) + np.uint64(randomness.row_key(3, 5))
+    for shift, factor in ((30, randomness.MIX_1), (27, randomness.MIX_2)):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    hashes = torch_noise.noise_hashes(keys_of([3], [5]), torch.from_numpy(ids)).numpy()[0].view(np.uint64)
+    assert (words >> np.uint64(33) == hashes >> np.uint64(33)).all()
+    assert not (words == hashes).any()
