@@ -208,7 +208,7 @@ class TimeBudget:
                 cell = measure(index)
             except Exception as error:  # a device is lent for minutes: the other cells are still wanted
                 traceback.print_exc()
-                self.failed.append(f"{name}: {str(error).splitlines()[0] if str(error) else error!r}")
+                self.failed.append(f"{name}: {(str(error) or repr(error)).splitlines()[0]}")
                 continue
             took_s = time.monotonic() - began
             needed_s = GROWTH * took_s
@@ -232,7 +232,7 @@ class Bed:
     target: TorchTarget
     settings: Settings
     clock: TimeBudget
-    cost: StepCost = field(default_factory=StepCost)
+    cost: StepCost
 
     @property
     def vocabulary(self) -> int:
@@ -261,7 +261,8 @@ def _measured_shape(name: str, settings: Settings, clock: TimeBudget, _: int = 0
     longest = settings.context_of(name) + settings.tokens + max(NODES) + 2 * PAGE_TOKENS
     if settings.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    bed = Bed(name, random_target(SHAPES[name], settings.dtype, settings.device, most * longest), settings, clock)
+    target = random_target(SHAPES[name], settings.dtype, settings.device, most * longest)
+    bed = Bed(name, target, settings, clock, StepCost())
     cell: Cell = {"shape": name, "weights_gb": round(weight_bytes(bed.target) / 1e9, 2)}
     for check in clock.cells([f"{name}: self-check"], partial(_self_check, bed)):
         cell |= check

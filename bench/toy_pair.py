@@ -107,7 +107,7 @@ class ToySlot:
         """See Slot: there is always room."""
         return True
 
-    def keep(self, offsets: Sequence[int]) -> None:
+    def keep(self, offsets: Sequence[int], is_checked: bool = True) -> None:
         """See Slot."""
         self.fed += [self.scratch[offset] for offset in offsets]
 

@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 ATTENTION = "draftwire"
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _running = threading.local()
 """`step`: the RaggedAttention of the forward that this thread runs."""
 
@@ -198,6 +199,13 @@ class CausalLm:
 
         Raises: ModelLoadError if some layer keeps something else than keys and values: it could not be rolled back.
         """
+        strange = [index for index, kind in enumerate(self.layer_types) if kind not in ATTENTION_KINDS]
+        if strange:
+            kinds = ", ".join(sorted({self.layer_types[index] for index in strange}))
+            raise ModelLoadError(
+                f"this architecture is not supported: layers {strange} are {kinds}; only {' and '.join(ATTENTION_KINDS)} "
+                f"can be rolled back"
+            )
         cache = _ProbeCache()
         with self._own():
             try:

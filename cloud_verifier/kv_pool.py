@@ -48,6 +48,7 @@ class KvSlot:
         self._pool = pool
         self._root = root_key(principal)
         self._keys: list[bytes] = []
+        self._is_checked = True
 
     def try_reserve(self, count: int) -> bool:
         """Makes room to write `count` rows behind the kept ones, in pages of its own; False if the pool is full.
@@ -86,11 +87,13 @@ class KvSlot:
         pages = np.asarray(self.pages, dtype=np.int64)
         return np.asarray(pages[places // PAGE_TOKENS] * PAGE_TOKENS + places % PAGE_TOKENS, dtype=np.int64)
 
-    def keep(self, offsets: Sequence[int]) -> None:
+    def keep(self, offsets: Sequence[int], is_checked: bool = True) -> None:
         """Keeps these rows of the last forward, in this order, right after the kept ones; the rest is gone.
 
         `offsets` count from `length` and rise strictly: an accepted path of a tree is compacted in place.
+        `is_checked`: scores of this forward, which saw all rows before them, were finite.
         """
+        self._is_checked = is_checked
         assert all(a < b for a, b in pairwise(offsets))
         count = len(offsets)
         if count and offsets[-1] != count - 1:
@@ -107,6 +110,8 @@ class KvSlot:
 
     def _trim(self) -> None:
         pages = -(-self.length // PAGE_TOKENS)
+        if not self._is_checked and len(self.pages) > pages:
+            self.scrub(pages * PAGE_TOKENS)
         for page in reversed(self.pages[pages:]):  # the end of a context is taken first: without its beginning
             self._pool.table.give_back(page)  # the rest could not be found
         del self.pages[pages:]
@@ -124,7 +129,12 @@ class KvSlot:
     # ------------------------------------------------------------ sharing
 
     def seal(self, ids: Sequence[int]) -> None:
-        """Makes full pages findable, and gives up copies of pages that are there already. `ids`: the session's."""
+        """Makes full pages findable, and gives up copies of pages that are there already. `ids`: the session's.
+
+        Rows that were not checked yet stay the session's own.
+        """
+        if not self._is_checked:
+            return
         table = self._pool.table
         while (len(self._keys) + 1) * PAGE_TOKENS <= self.length:
             index = len(self._keys)
@@ -163,6 +173,7 @@ class KvSlot:
         held = len(self.pages)
         self.length = 0
         self._trim()
+        self._is_checked = True
         return held
 
 

@@ -66,10 +66,10 @@ def load_target(
     context_size = min(_usable_context(lm.config), limits.max_context_tokens)
     model = TorchTarget(lm, context_size, kv_bytes or spare_bytes(device))
     context_size = model.context_size
-    worst = self_check(model, SELF_CHECK_TOLERANCE[torch_dtype])
-    log.info("self-check of %s: relative difference %.2g", name, worst)
     if is_compiled:
         lm.compile()
+    worst = self_check(model, SELF_CHECK_TOLERANCE[torch_dtype])
+    log.info("self-check of %s: relative difference %.2g", name, worst)
     card = _card(folder, name, dtype, vocabulary, context_size, limits)
     return LoadedTarget(model, card, vocabulary.valid_mask(rows))
 

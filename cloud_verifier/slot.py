@@ -26,8 +26,11 @@ class Slot(Protocol):
         """Makes room for `count` rows behind the kept ones; False if the pool is full."""
         ...
 
-    def keep(self, offsets: Sequence[int]) -> None:
-        """Keeps these rows of the last forward, in rising order, right after the kept ones."""
+    def keep(self, offsets: Sequence[int], is_checked: bool = True) -> None:
+        """Keeps these rows of the last forward, in rising order, right after the kept ones.
+
+        `is_checked`: scores of this forward were finite; rows that nobody has checked go to no other session.
+        """
         ...
 
     def roll_back(self, length: int) -> None:

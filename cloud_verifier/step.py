@@ -131,11 +131,14 @@ class StepRunner:
             scores = self._model.forward([_row_input(row) for row in rows])
             outcomes = self._judged(rows, scores)
         except RuntimeError as error:
-            for row in rows:
-                row.session.slot.roll_back(row.session.slot.length)
             if is_out_of_memory(error):
+                for row in rows:
+                    row.session.slot.scrub(row.session.slot.length)
+                    row.session.slot.roll_back(row.session.slot.length)
                 log.warning("out of memory in a step of %d sessions", len(rows))
                 return None
+            for row in rows:
+                row.session.slot.roll_back(row.session.slot.length)
             raise DeviceFailure(f"the step failed: {str(error).splitlines()[0]}") from error
         return _Verified(outcomes, self._clock() - started)
 
@@ -168,11 +171,10 @@ class StepRunner:
             slot.scrub(slot.length)
             slot.roll_back(slot.length)
         else:
-            slot.keep([*range(len(row.feed)), *kept])
+            slot.keep([*range(len(row.feed)), *kept], is_checked=verdict is not None)
         session.idle_since = self._clock()
         session.runnable_since = None
         if verdict is None:
-            slot.seal(session.ids)
             return
         for depth, rank, is_right in verdict.tested:
             session.acceptance.note(depth, rank, is_right)

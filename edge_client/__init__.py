@@ -1,14 +1,19 @@
 """The device: drafts hints, sends them, turns commits into text. Never torch or transformers.
 
 What an app uses: SpeculativeClient (asyncio) or BlockingClient, ClientConfig, SamplingParams, and the events.
+They are imported when they are first asked for: the command line can say plainly what is not installed.
 """
 
-from edge_client.blocking import BlockingClient
-from edge_client.client import ClientConfig, SpeculativeClient
-from edge_client.events import Committed, Done, FinishReason, Report, Result, State, StateChanged
-from shared.errors import DraftwireError
-from shared.sampling import SamplingParams
-from shared.types import PaceKind, Rule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edge_client.blocking import BlockingClient
+    from edge_client.client import ClientConfig, SpeculativeClient
+    from edge_client.events import Committed, Done, FinishReason, Report, Result, State, StateChanged
+    from shared.errors import DraftwireError
+    from shared.sampling import SamplingParams
+    from shared.types import PaceKind, Rule
 
 __all__ = [
     "BlockingClient",
@@ -26,3 +31,20 @@ __all__ = [
     "State",
     "StateChanged",
 ]
+
+_HOMES = {
+    "BlockingClient": "edge_client.blocking",
+    "ClientConfig": "edge_client.client",
+    "SpeculativeClient": "edge_client.client",
+    "DraftwireError": "shared.errors",
+    "SamplingParams": "shared.sampling",
+    "PaceKind": "shared.types",
+    "Rule": "shared.types",
+}
+"""Where a public name lives; the others in edge_client.events."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "edge_client.events")), name)

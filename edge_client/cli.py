@@ -1,4 +1,4 @@
-"""The command `edge-client`: generate, chat, models, export-draft.
+"""The command `edge-client`: generate, chat, batch, models, export-draft.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why), 2 usage, 130 interrupted.
 """
@@ -18,14 +18,25 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from edge_client import models_cli
-from edge_client.client import ClientConfig, SpeculativeClient
-from edge_client.display import TextPrinter, report_fields, report_line
-from edge_client.events import Committed, Done, StateChanged
 from shared.config import load_config
 from shared.errors import ConfigError, DraftwireError
 from shared.sampling import SamplingParams
 from shared.types import Rule
+
+EDGE_MODULES = ("grpc", "onnxruntime", "tokenizers", "jinja2", "tqdm")
+"""What the edge extra brings."""
+
+_missing: ModuleNotFoundError | None = None
+try:
+    from edge_client import models_cli
+    from edge_client.batch import DEFAULT_CONCURRENCY, BatchOptions, run_batch
+    from edge_client.client import ClientConfig, SpeculativeClient
+    from edge_client.display import TextPrinter, report_fields, report_line
+    from edge_client.events import Committed, Done, StateChanged
+except ModuleNotFoundError as error:
+    if error.name not in EDGE_MODULES:
+        raise
+    _missing = error  # told by main, in a line
 
 CONNECTION_OPTIONS = (
     ("--verifier", "HOST:PORT", "the verifier (default: 127.0.0.1:50151)"),
@@ -40,6 +51,7 @@ CONNECTION_OPTIONS = (
     ("--run-ahead", "N", "ids the verifier may commit unacknowledged (default: 256)"),
     ("--timeout-s", "S", "how long to wait for a verifier (default: 5)"),
     ("--reconnect-for-s", "S", "how long to try again after a cut in mid text (default: 60)"),
+    ("--overload-wait-s", "S", "how long to wait for room at a verifier that is full (default: 30)"),
 )
 
 
@@ -57,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_chat(commands)
+    _add_batch(commands)
     models_cli.add_parsers(commands)
     return result
 
@@ -90,6 +103,30 @@ def _add_chat(commands: Any) -> None:
     command.set_defaults(handler=lambda args: asyncio.run(_chat(args)))
 
 
+def _add_batch(commands: Any) -> None:
+    command = commands.add_parser(
+        "batch",
+        help="write the texts of a file of prompts",
+        description="Writes the target's texts for the prompts of IN into OUT, JSON lines both, in their order.\n\n"
+        "A line of IN holds prompt (a user's turn, unless --raw), messages (a chat), turns (the first is the prompt)\n"
+        "or question. It may hold id, and of its own: max_new_tokens, seed, stop, temperature, top_p and so on.\n"
+        "Texts that are done are kept in OUT.partial: a run that was stopped goes on when it is started again.",
+        epilog="example: edge-client batch prompts.jsonl texts.jsonl --concurrency 16 --temperature 0",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    add("source", metavar="IN", type=Path, help="JSON lines with the prompts")
+    add("out", metavar="OUT", type=Path, help="where the texts go, in one piece, when all are done")
+    most = f"texts written at once (default: {DEFAULT_CONCURRENCY})"
+    add("--concurrency", type=int, default=DEFAULT_CONCURRENCY, metavar="N", help=most)
+    add("--raw", action="store_true", help="continue the prompts as they stand, without a chat template")
+    add("--system", default="", metavar="TEXT", help="a system turn before each chat that has none")
+    add("--force", action="store_true", help="replace OUT if it is there")
+    add("--restart", action="store_true", help="begin anew: forget what an earlier run has kept in OUT.partial")
+    _add_generation_options(command)
+    command.set_defaults(handler=_batch, seed=0)
+
+
 def _add_generation_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--max-new-tokens", type=int, default=256, metavar="N", help="length of the answer at most (default: 256)")
@@ -119,11 +156,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
+        if _missing is not None:
+            raise _missing
         args = parser().parse_args(arguments)
         handler: Callable[[argparse.Namespace], int] = args.handler
         return handler(args)
     except DraftwireError as error:
         print(f"edge-client: {error.message}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:  # onnxruntime and tqdm are imported when they are needed
+        if error.name not in EDGE_MODULES:
+            raise
+        print(f"edge-client: {error.name} is not installed: pip install 'draftwire[edge]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("edge-client: interrupted", file=sys.stderr)
@@ -133,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-# ---------------------------------------------------------------- generate and chat
+# ---------------------------------------------------------------- generate, chat and batch
 
 
 def _config(args: argparse.Namespace) -> ClientConfig:
@@ -144,9 +188,12 @@ def _config(args: argparse.Namespace) -> ClientConfig:
 
 def _sampling(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """The target's defaults, with what the command line says instead."""
+    return dataclasses.replace(defaults, **_given_sampling(args))
+
+
+def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "logit_bias"]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return dataclasses.replace(defaults, **given)
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def _options(args: argparse.Namespace, client: SpeculativeClient) -> dict[str, Any]:
@@ -223,6 +270,26 @@ async def _chat(args: argparse.Namespace) -> int:
             text = await _show(client, turns, _options(args, client), not args.no_stats)
             turns.append({"role": "assistant", "content": text})
     return 0
+
+
+def _batch(args: argparse.Namespace) -> int:
+    _check_before_loading(args)
+    options = BatchOptions(
+        source=args.source,
+        out=args.out,
+        concurrency=args.concurrency,
+        sampling=_given_sampling(args),
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        rule=Rule(args.rule),
+        stop=tuple(args.stop),
+        system=args.system,
+        is_raw=args.raw,
+        is_forced=args.force,
+        is_restarted=args.restart,
+        with_figures=not args.no_stats,
+    )
+    return run_batch(_config(args), options)
 
 
 async def _read_line(prompt: str) -> str:

@@ -6,11 +6,13 @@ Must not know: gRPC, protobuf, onnxruntime (imported when a drafter is built). S
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,6 +21,7 @@ from edge_client.chat_template import ChatTemplate
 from edge_client.drafter import Budget, Drafter, ModelDrafter
 from edge_client.events import Committed, Done, Event, Piece, Result
 from edge_client.generate import Generation
+from edge_client.session_stream import OVERLOAD_WAIT_S, RECONNECT_FOR_S
 from edge_client.text import TextStream
 from edge_client.tokenizer import TextTokenizer
 from edge_client.transport import GrpcTransport, Transport
@@ -31,6 +34,7 @@ from shared.types import DEFAULT_RUN_AHEAD, ModelCard, Open, PaceKind, Rule
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_STOPS = 16
+MAX_CONCURRENCY = 256
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,10 @@ class ClientConfig:
     """Ids the verifier may commit past what this device has acknowledged."""
     timeout_s: float = 5.0
     """How long to wait for a verifier to answer at all."""
-    reconnect_for_s: float = 60.0
+    reconnect_for_s: float = RECONNECT_FOR_S
     """How long to try again after a cut in mid text before giving up; 0 gives up at once."""
+    overload_wait_s: float = OVERLOAD_WAIT_S
+    """How long a text may wait for room at a verifier that is full; 0 gives up at once."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -75,6 +81,7 @@ class ClientConfig:
                 "run_ahead": (1, 65536),
                 "timeout_s": (0.05, 600),
                 "reconnect_for_s": (0, 86_400),
+                "overload_wait_s": (0, 86_400),
             },
         )
 
@@ -82,7 +89,7 @@ class ClientConfig:
 class SpeculativeClient:
     """Text exactly as the target alone would write it, sooner. Use as `async with SpeculativeClient(config) as client`.
 
-    Any number of generations may be asked for; the draft model serves them one after another.
+    Any number of generations may be asked for; `concurrency` of them are written at once, the others wait in order.
     """
 
     def __init__(
@@ -92,13 +99,24 @@ class SpeculativeClient:
         transport: Transport | None = None,
         drafter: Drafter | None = None,
         tokenizer: TextTokenizer | None = None,
+        concurrency: int = 1,
     ) -> None:
-        """`transport`, `drafter` and `tokenizer` replace what the settings would give; apps leave them out."""
+        """`transport`, `drafter` and `tokenizer` replace what the settings would give; apps leave them out.
+
+        Each of `concurrency` texts drafts with keys and values of its own, over one copy of the draft's weights and
+        on no more threads than there are cores. Raises: ConfigError.
+        """
+        most = MAX_CONCURRENCY if drafter is None else 1
+        if not 1 <= concurrency <= most:
+            raise ConfigError(f"concurrency must be from 1 to {most}, got {concurrency}", field="concurrency")
         self.config = config or ClientConfig()
         self._transport, self._drafter, self._tokenizer = transport, drafter, tokenizer
         self._card: ModelCard | None = None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="draftwire-draft")
-        self._in_use = asyncio.Lock()
+        self._concurrency = concurrency
+        threads = max(1, min(concurrency, _cores() // self.config.threads))
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="draftwire-draft")
+        self._places = asyncio.Semaphore(concurrency)
+        self._idle = [] if drafter is None else [drafter]
 
     async def __aenter__(self) -> Self:
         try:
@@ -132,7 +150,8 @@ class SpeculativeClient:
         target = Fingerprint.from_wire(card.fingerprint_blocks)
         check_compatible(fingerprint_here, target, Path(config.draft).name, card.model_name)
         if self._drafter is None and config.hint_tokens > 0:
-            self._drafter = await loop.run_in_executor(self._executor, self._build_drafter)
+            self._idle = await loop.run_in_executor(self._executor, self._build_drafters)
+            self._drafter = self._idle[-1]
         return card
 
     def _load_text(self) -> Fingerprint:
@@ -141,12 +160,15 @@ class SpeculativeClient:
             self._tokenizer = TextTokenizer(resolve(self.config.draft, "draft", self.config.precision))
         return fingerprint(self._tokenizer.vocabulary)
 
-    def _build_drafter(self) -> Drafter:
+    def _build_drafters(self) -> list[Drafter]:
+        """(worker thread) One for each text at a time."""
         from edge_client.onnx_drafter import OnnxModel  # onnxruntime: not before a drafter is wanted
 
         assert self._tokenizer is not None
         model = OnnxModel(resolve(self.config.draft, "draft", self.config.precision), self.config.threads)
-        return ModelDrafter(model, self._tokenizer.vocabulary.valid_mask(model.vocabulary_rows))
+        valid = self._tokenizer.vocabulary.valid_mask(model.vocabulary_rows)
+        models = [model, *(model.another() for _ in range(self._concurrency - 1))]
+        return [ModelDrafter(each, valid) for each in models]
 
     async def close(self) -> None:
         """Gives the channel and the draft thread back."""
@@ -169,8 +191,8 @@ class SpeculativeClient:
 
     # ------------------------------------------------------------ prompts
 
-    def encode(self, prompt: str | Messages) -> list[int]:
-        """A raw prompt as it stands, or chat messages through the target's template.
+    def encode(self, prompt: str | Messages, now: Callable[[], datetime] = datetime.now) -> list[int]:
+        """A raw prompt as it stands, or chat messages through the target's template, which may ask for the date.
 
         Raises: ConfigError for an empty prompt, a bad message, or messages where the target has no template.
         """
@@ -179,7 +201,7 @@ class SpeculativeClient:
         elif not self.card.chat_template:
             raise ConfigError(f"{self.card.model_name} has no chat template: give a raw prompt", field="messages")
         else:
-            template = ChatTemplate(self.card.chat_template, self.card.special_tokens)
+            template = ChatTemplate(self.card.chat_template, self.card.special_tokens, now=now)
             ids = template.encode_chat(prompt, self.tokenizer)
         if not ids:
             raise ConfigError("the prompt is empty", field="prompt")
@@ -203,13 +225,16 @@ class SpeculativeClient:
         hint_reach: float | None = None,
         logprobs: bool = False,
         keep_special: bool = False,
+        target_id: bytes = b"",
         on_open: Callable[[int], None] = lambda seed: None,
     ) -> AsyncGenerator[Event, None]:
         """Events of one generation, `Done` last. A raw prompt, chat messages, or ids.
 
         What is None comes from the target (`sampling`, `stop_ids`) or the settings (`pace`, `hint_tokens`,
-        `hint_width`, `hint_reach`); `on_open` is told the session's seed. Leaving the iteration early ends both sides.
-        Raises: ConfigError, RemoteProtocolError (naming the field), TransportError, SessionError, ModelError.
+        `hint_width`, `hint_reach`); `on_open` is told the session's seed. `target_id` refuses a verifier that serves
+        another target by now; empty takes any. Leaving the iteration early ends both sides.
+        Raises: ConfigError, RemoteProtocolError (naming the field), TransportError, Overloaded, SessionError,
+        ModelError.
         """
         ids = self._prompt_ids(prompt)
         if seed is not None and not 0 <= seed < 2**64:
@@ -225,13 +250,13 @@ class SpeculativeClient:
             stop_ids=self.card.stop_ids if stop_ids is None else tuple(self._known_ids(stop_ids, "stop_ids")),
             pace=pace or PaceKind(self.config.pace),
             run_ahead=self.config.run_ahead,
+            target_id=target_id,
             logprobs=logprobs,
         )
         self._known_ids(list(request.sampling.logit_bias), "logit_bias")
         text = TextStream(self.tokenizer.vocabulary, _checked_stops(stop), keep_special=keep_special)
-        async with self._in_use:
-            depth = self.config.hint_tokens if hint_tokens is None else hint_tokens
-            drafter = self._drafter if depth > 0 else None
+        depth = self.config.hint_tokens if hint_tokens is None else hint_tokens
+        async with self._place(depth) as drafter:
             if drafter is None and pace is None:
                 request = replace(request, pace=PaceKind.RUN_ON)
             generation = Generation(
@@ -244,6 +269,7 @@ class SpeculativeClient:
                 executor=self._executor,
                 secret=secrets.randbits(64),
                 reconnect_for_s=self.config.reconnect_for_s,
+                overload_wait_s=self.config.overload_wait_s,
             )
             async with aclosing(generation.run()) as events:
                 is_told = False
@@ -253,12 +279,23 @@ class SpeculativeClient:
                         is_told = True
                     yield event
 
-    async def generate(self, prompt: str | Messages | Sequence[int], **options: Any) -> Result:
+    async def generate(
+        self,
+        prompt: str | Messages | Sequence[int],
+        *,
+        on_open: Callable[[int], None] = lambda seed: None,
+        **options: Any,
+    ) -> Result:
         """One generation at once; options as `stream`."""
         seeds: list[int] = []
+
+        def opened(seed: int) -> None:
+            seeds.append(seed)
+            on_open(seed)
+
         pieces: list[Piece] = []
         logprobs: list[float] = []
-        async with aclosing(self.stream(prompt, on_open=seeds.append, **options)) as events:
+        async with aclosing(self.stream(prompt, on_open=opened, **options)) as events:
             async for event in events:
                 if isinstance(event, Committed):
                     pieces.extend(event.pieces)
@@ -275,6 +312,20 @@ class SpeculativeClient:
                         stop=event.stop,
                     )
         raise AssertionError("a generation ends with Done")
+
+    @asynccontextmanager
+    async def _place(self, depth: int) -> AsyncIterator[Drafter | None]:
+        """Waits for this text's turn; gives a drafter that no other text uses, None if none is wanted.
+
+        The last used comes first: what its cache holds may begin this text too.
+        """
+        async with self._places:
+            drafter = self._idle.pop() if depth > 0 and self._idle else None
+            try:
+                yield drafter
+            finally:
+                if drafter is not None:
+                    self._idle.append(drafter)
 
     def _connected_transport(self) -> Transport:
         assert self._transport is not None
@@ -308,6 +359,11 @@ class SpeculativeClient:
                 field="prompt",
             )
         return min(max_new_tokens, self.card.limits.max_new_tokens)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _checked_stops(stop: str | Sequence[str]) -> list[str]:

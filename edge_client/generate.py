@@ -18,10 +18,10 @@ from typing import Any
 from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
 from edge_client.events import Committed, Done, Event, FinishReason, Piece, Report, State, StateChanged
 from edge_client.hint_length import HintLength
-from edge_client.session_stream import RECONNECT_FOR_S, SessionStream, cut_or_error
+from edge_client.session_stream import OVERLOAD_WAIT_S, RECONNECT_FOR_S, SessionStream, cut_or_error
 from edge_client.text import TextStream
 from edge_client.transport import Transport
-from shared.errors import RemoteProtocolError, TransportError
+from shared.errors import Overloaded, RemoteProtocolError, TransportError
 from shared.randomness import short_digest
 from shared.types import (
     Commit,
@@ -77,10 +77,11 @@ class Generation:
         secret: int,
         reach: float = 0.0,
         reconnect_for_s: float = RECONNECT_FOR_S,
+        overload_wait_s: float = OVERLOAD_WAIT_S,
     ) -> None:
         """`drafter` None: plain streaming. `secret` keys the draft draws of the rejection rule; `reach`: HintLength."""
         self._length = HintLength(reach)
-        self._stream = SessionStream(transport, request, self._begin, reconnect_for_s)
+        self._stream = SessionStream(transport, request, self._begin, reconnect_for_s, overload_wait_s)
         self._drafter, self._text = drafter, text
         self._budget, self._executor, self._secret = budget, executor, secret
         self._outstanding: _Outstanding | None = None
@@ -115,7 +116,7 @@ class Generation:
         try:
             try:
                 await self._stream.open()
-            except TransportError as error:
+            except (TransportError, Overloaded) as error:  # no verifier at the moment, or one without room
                 yield StateChanged(State.RECONNECTING, error.message)
                 await self._stream.reconnect(error)
             yield self._state()
@@ -159,7 +160,7 @@ class Generation:
                     raise cut
         finally:
             if draft is not None:
-                await asyncio.wait({draft})  # the drafter is in use until then
+                await _ended(draft)  # the drafter is in use until then
 
     def _state(self) -> StateChanged:
         return StateChanged(State.DRAFTING if self._drafter else State.STREAMING)
@@ -345,6 +346,18 @@ def encode_tree(epoch: Epoch, first_node: int, base: int, tree: HintTree, ack: i
         confidence=() if is_chain else tree.confidence,
         rows=tree.rows,
     )
+
+
+async def _ended(draft: asyncio.Future[Any]) -> None:
+    """Waits for a draft in progress, however often the caller is cancelled: its thread cannot be."""
+    cancelled: asyncio.CancelledError | None = None
+    while not draft.done():
+        try:
+            await asyncio.wait({draft})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _paths(tree: HintTree) -> set[tuple[int, ...]]:

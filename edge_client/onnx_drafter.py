@@ -7,6 +7,7 @@ operator on CPU: several tokens in one forward only at batch 1, no tree mask, an
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 class OnnxModel:
-    """A NextTokenModel over one ONNX Runtime session. One sequence, one thread at a time."""
+    """A NextTokenModel over one ONNX Runtime session. One sequence, one thread at a time; `another` for more."""
 
     def __init__(self, folder: Path, threads: int = 1) -> None:
         """`threads` CPU threads, never spinning. Raises: ModelLoadError naming the folder or file."""
@@ -43,6 +44,16 @@ class OnnxModel:
             raise ModelLoadError(f"{folder / 'genai_config.json'} is not a draft's: {error!r}") from error
         self._session = _open_session(graph, threads)
         self._type = self._kv_type(graph)
+        self._empty()
+
+    def another(self) -> OnnxModel:
+        """A model over the same weights with an empty cache of its own; the two may run at once on two threads."""
+        twin = copy.copy(self)
+        twin._empty()
+        return twin
+
+    def _empty(self) -> None:
+        """Buffers are made when ids come: a model that is not used costs nothing."""
         self._binding = self._session.io_binding()
         self._buffers: list[npt.NDArray[Any]] = []
         self._capacity = 0

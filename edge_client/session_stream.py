@@ -29,6 +29,8 @@ MAX_BACKOFF_S = 2.0
 GOODBYE_S = 1.0
 RECONNECT_FOR_S = 60.0
 """Bridges a verifier that restarts and loads its model again."""
+OVERLOAD_WAIT_S = 30.0
+"""How long a text may wait for room before its first id."""
 
 
 def cut_or_error(fault: Fault) -> DraftwireError:
@@ -46,8 +48,12 @@ class SessionStream:
         request: Open,
         on_opened: Callable[[Opened], None],
         reconnect_for_s: float = RECONNECT_FOR_S,
+        overload_wait_s: float = OVERLOAD_WAIT_S,
     ) -> None:
-        """`on_opened` is called after every successful open, resume or reopen; `reconnect_for_s` bounds one cut."""
+        """`on_opened` is called after every successful open, resume or reopen.
+
+        `reconnect_for_s` bounds one cut, `overload_wait_s` the wait for room before the session is first open.
+        """
         self.request = request
         self.ids = list(request.ids)
         """All ids held: the context and what was committed since."""
@@ -55,7 +61,8 @@ class SessionStream:
         self.finished: Finished | None = None
         self.traffic = Traffic()
         self.reconnects = 0
-        self._transport, self._on_opened, self._reconnect_for_s = transport, on_opened, reconnect_for_s
+        self._transport, self._on_opened = transport, on_opened
+        self._reconnect_for_s, self._overload_wait_s = reconnect_for_s, overload_wait_s
         self._connection: Connection | None = None
         self._receive: asyncio.Task[DownFrame | None] | None = None
         self._is_taken = True
@@ -98,7 +105,7 @@ class SessionStream:
         await self._disconnect()
         self._connection = await self._transport.connect(self.traffic)
         await self.send(frame)
-        await self.receiving()
+        await asyncio.wait({self.receiving()})  # a caller that is cancelled here still has a stream to say goodbye on
         match self.take():
             case Opened() as opened:
                 self.opened = opened
@@ -111,22 +118,28 @@ class SessionStream:
                 raise RemoteProtocolError(f"{type(other).__name__} came instead of Opened", field="frame")
 
     async def reconnect(self, cause: DraftwireError) -> None:
-        """Resumes the session, or reopens it where it is not known; waits longer after each failure.
+        """Resumes the session, or opens it where it is not known; waits as long as an overloaded verifier asks, else
+        longer after each failure.
 
-        Raises: the last failure when the time is used up.
+        Raises: the last failure when the time for failures of its kind is used up.
         """
-        give_up_at = asyncio.get_running_loop().time() + self._reconnect_for_s
-        backoff_s = FIRST_BACKOFF_S
-        while asyncio.get_running_loop().time() < give_up_at:
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+        clock = asyncio.get_running_loop().time
+        began, backoff_s = clock(), FIRST_BACKOFF_S
+        was_cut = isinstance(cause, TransportError)
+        while (left_s := began + self._patience_s(cause) - clock()) > 0:
+            await asyncio.sleep(min(left_s, _pause_s(cause, backoff_s)))
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
             try:
                 await self._resume_or_reopen()
-                self.reconnects += 1
+                self.reconnects += was_cut
                 return
             except (TransportError, Overloaded) as error:
-                cause = error
+                cause, was_cut = error, was_cut or isinstance(error, TransportError)
         raise cause
+
+    def _patience_s(self, cause: DraftwireError) -> float:
+        is_first = self.opened is None and isinstance(cause, Overloaded)
+        return self._overload_wait_s if is_first else self._reconnect_for_s
 
     async def _resume_or_reopen(self) -> None:
         if self.opened is None:
@@ -163,3 +176,10 @@ class SessionStream:
                 receive.exception()
         if connection is not None:
             await connection.close()
+
+
+def _pause_s(cause: DraftwireError, backoff_s: float) -> float:
+    """Not before the time that the verifier names, and spread out behind it: many may have been told the same."""
+    if cause.retry_after_ms > 0:
+        return cause.retry_after_ms / 1000 * random.uniform(1.0, 1.25)
+    return backoff_s * random.uniform(0.5, 1.0)

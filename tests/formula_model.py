@@ -95,7 +95,7 @@ class PathSlot:
         """Rows kept."""
         return len(self.kept)
 
-    def keep(self, offsets: Sequence[int]) -> None:
+    def keep(self, offsets: Sequence[int], is_checked: bool = True) -> None:
         """See Slot."""
         assert list(offsets) == sorted(set(offsets))
         self.kept += [self.scratch[offset] for offset in offsets]

@@ -753,3 +753,21 @@ def test_not_finite_scratch_does_not_leak_into_the_next_session(lm: CausalLm, is
     assert bool(scores.isfinite().all()) == is_scrubbed
     if is_scrubbed:
         torch.testing.assert_close(scores, lm.own_causal_scores(TEXT[20:25]), atol=1e-4, rtol=0)
+
+
+def test_rows_that_nobody_checked_leave_nothing_that_is_not_finite(target: TorchTarget) -> None:
+    # Once wrong: a prefill chunk that was never judged gave its pages back as they were, to whoever came next.
+    slot = target.new_slot("first")
+    assert slot.try_reserve(40)
+    write_nan(target.pool, slot, 40)
+    slot.keep(range(40), is_checked=False)
+    slot.seal(list(range(40)))
+    pages = list(slot.pages)
+    target.release(slot)
+    assert target.new_slot("first").adopt(list(range(40))) == 0
+    second = target.new_slot("second")
+    assert second.try_reserve(48)
+    assert set(second.pages) == set(pages)
+    for layer in range(LAYERS):
+        second.length = 48
+        assert all(bool(part.isfinite().all()) for part in target.pool.content(second, layer))

@@ -329,7 +329,8 @@ def test_scores_do_not_depend_on_how_rows_are_grouped(kind: str) -> None:
     rng, target = random.Random(6), target_of(lm_of(kind))
     contexts = [random_ids(rng, length) for length in (0, 3, 20, 20, 60, 61, 90)]
     slots = [filled(target, context) for context in contexts]
-    rows = [row_of(slot, random_ids(rng, n), random_tree(rng, n)) for slot, n in zip(slots, (30, 1, 5, 5, 1, 6, 2))]  # noqa: B905
+    counts = (30, 1, 5, 5, 1, 6, 2)
+    rows = [row_of(slot, random_ids(rng, n), random_tree(rng, n)) for slot, n in zip(slots, counts, strict=True)]
     found, groups = [], []
     for overhead in (0, 600, 10**12):
         target._staging._overhead = overhead
@@ -441,12 +442,12 @@ def test_an_architecture_without_attention_is_refused_at_load(tmp_path: Path) ->
         load_causal_lm(tmp_path, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("missing", [1, 0.5])
-def test_memory_for_less_than_a_page_is_a_configuration_error(missing: float) -> None:
+def test_memory_for_less_than_a_page_is_a_configuration_error() -> None:
     lm = lm_of("Llama")
-    with pytest.raises(ConfigError, match="hold no page") as caught:
-        TorchTarget(lm, CONTEXT, page_bytes(lm) - int(missing * page_bytes(lm)) - 1 if missing < 1 else 0)
-    assert caught.value.field == "kv_memory"
+    for kv_bytes in (0, 1, page_bytes(lm) - 1):
+        with pytest.raises(ConfigError, match="hold no page") as caught:
+            TorchTarget(lm, CONTEXT, kv_bytes)
+        assert caught.value.field == "kv_memory"
 
 
 def test_the_context_is_no_longer_than_the_pool() -> None:
@@ -470,7 +471,7 @@ def test_a_compiled_model_gives_the_same_scores(monkeypatch: pytest.MonkeyPatch)
 
     def counted(graph: Any, inputs: Any) -> Callable[..., Any]:
         graphs.append(graph)
-        return graph.forward  # type: ignore[no-any-return]
+        return graph.forward
 
     monkeypatch.setattr(lm.model, "compile", functools.partial(lm.model.compile, backend=counted))
     slots = [filled(target, random_ids(rng, length)) for length in (1, 20)]
