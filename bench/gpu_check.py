@@ -90,6 +90,9 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batches", default="1,4,16,64", metavar="N,N", help="sessions of a step that is timed")
     command.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens per session (default: 128)")
     command.add_argument("--context", type=int, default=0, metavar="N", help="context tokens (default: 512; tiny 32)")
+    command.add_argument(
+        "--batch-nodes", type=int, default=256, metavar="N", help="hint nodes of a step (default: 256)"
+    )
     command.add_argument("--wrong", type=float, default=0.2, metavar="P", help="share of wrong hints (default: 0.2)")
     command.add_argument("--compile", action="store_true", help="then measure with torch.compile too")
     command.add_argument("--within-s", type=float, default=480, metavar="S", help="seconds for it all (default: 480)")
@@ -109,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
     result = {
         "device": _device(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
+        "settings": {"tokens": args.tokens, "wrong": args.wrong, "chain": CHAIN, "batch_nodes": args.batch_nodes},
         "shapes": shapes,
         "skipped": clock.skipped,
         "failed": clock.failed,
@@ -130,6 +134,7 @@ class Settings:
     tokens: int
     context: int
     wrong: float
+    batch_nodes: int
     is_compiled: bool
 
     @property
@@ -148,13 +153,24 @@ def _settings(args: argparse.Namespace) -> Settings:
     sessions, batches = _counts(args.sessions), _counts(args.batches)
     if not set(shapes) <= set(SHAPES):
         raise ConfigError(f"--shapes: names of {', '.join(SHAPES)}, got {args.shapes!r}")
-    if min(*sessions, *batches, args.tokens - 1) < 1 or args.context < 0 or not 0 <= args.wrong <= 1:
-        raise ConfigError("--sessions, --batches, --context: numbers from 1; --tokens from 2; --wrong from 0 to 1")
+    if min(*sessions, *batches, args.tokens - 1, args.batch_nodes) < 1:
+        raise ConfigError("--sessions, --batches and --batch-nodes are numbers from 1, --tokens from 2")
+    if args.context < 0 or not 0 <= args.wrong <= 1:
+        raise ConfigError("--context is a number from 1, --wrong one from 0 to 1")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {args.device} is not available: this PyTorch sees no CUDA device", field="device")
     dtype = DTYPES[args.dtype or _default_dtype(args.device)]
     return Settings(
-        args.device, dtype, tuple(shapes), sessions, batches, args.tokens, args.context, args.wrong, args.compile
+        device=args.device,
+        dtype=dtype,
+        shapes=tuple(shapes),
+        sessions=sessions,
+        batches=batches,
+        tokens=args.tokens,
+        context=args.context,
+        wrong=args.wrong,
+        batch_nodes=args.batch_nodes,
+        is_compiled=args.compile,
     )
 
 
@@ -358,7 +374,7 @@ def _written(
     bed: Bed, scripts: Sequence[Script], tokens: int, chain: int, principal: str = "", cost: StepCost | None = None
 ) -> Written | None:
     """Runs sessions to their ends; None if time ran out. First all contexts are fed, then all are let go at once."""
-    desk = Desk(bed.target, cost or bed.cost, bed.clock.ends_at, principal)
+    desk = Desk(bed.target, cost or bed.cost, bed.clock.ends_at, bed.settings.batch_nodes, principal)
     try:
         seats = [desk.open(script, tokens, chain) for script in scripts]
         while desk.maybe_step():
@@ -439,7 +455,7 @@ class _StepBench:
 
     def __init__(self, bed: Bed) -> None:
         self._bed, self._target = bed, bed.target
-        self._desk = Desk(bed.target, bed.cost, bed.clock.ends_at)
+        self._desk = Desk(bed.target, bed.cost, bed.clock.ends_at, bed.settings.batch_nodes)
         device = bed.target.lm.model.device
         self._chooser = RowChooser(np.ones(bed.vocabulary, np.bool_), device)
 
@@ -458,9 +474,11 @@ class _StepBench:
         medians = {part: statistics.median(each[part] for each in times) for part in times[0]}
         return {"sessions": batch, "nodes": nodes, **{part: round(1000 * value, 3) for part, value in medians.items()}}
 
-    def host_waits(self, _: int) -> Cell:
+    def host_waits(self, _: int) -> Cell | None:
         """Where the host waits for a GPU within a step with hints, as PyTorch sees it: once, to fetch, is right."""
-        rows = self._rows(min(4, len(self._desk.seats)), CHAIN) or []
+        rows = self._rows(min(4, len(self._desk.seats)), CHAIN)
+        if not rows:
+            return None
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as caught:

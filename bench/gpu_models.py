@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -196,13 +196,15 @@ class Seat:
 
 @dataclass
 class Desk(NoObserver):
-    """A verifier without threads and without gRPC, with the product's default budget of a step."""
+    """A verifier without threads and without gRPC, with the product's default settings else."""
 
     target: TorchTarget
     cost: StepCost
     """Handed in, since a verifier keeps what it has measured."""
     ends_at: float
     """By time.monotonic: no step begins later."""
+    batch_nodes: int
+    """Hint nodes of all sessions verified in one step at most."""
     principal: str = ""
     """Desks of one name find each other's pages."""
     seats: list[Seat] = field(default_factory=list)
@@ -212,7 +214,7 @@ class Desk(NoObserver):
         config = VerifierConfig()
         valid = np.ones(int(self.target.lm.config.vocab_size), np.bool_)
         self.limits = config.limits
-        self.scheduler = Scheduler(config.budget, self.cost)
+        self.scheduler = Scheduler(replace(config.budget, nodes=self.batch_nodes), self.cost)
         self.judge = Judge(valid, self.target.lm.model.device)
         self._worker = Worker(self.target, self.judge, self.scheduler, observer=self)
         self._is_let_go = False

@@ -189,6 +189,7 @@ class KvPool:
         self.table = PageTable(pages)
         self.shapes, self.dtype, self.device = tuple(shapes), dtype, device
         self._slots: set[KvSlot] = set()
+        self._moves: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
         self._stacks: list[torch.Tensor] = []
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -243,28 +244,42 @@ class KvPool:
             found.append(taken.view(batch, count * PAGE_TOKENS, *buffer.shape[1:]).transpose(1, 2))
         return found[0], found[1]
 
-    @torch.inference_mode()
     def move(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
-        """Copies rows within the pool, in all layers; sources are read before any target is written."""
+        """Copies rows within the pool, in all layers, before anything else reads or writes: see `settle`."""
+        self._moves.append((source, target))
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Does the moves of a step at once: one copy of indices to the device, one read and one write per stack.
+
+        No row is moved twice in one step, and sources are read before any target is written.
+        """
+        if not self._moves:
+            return
+        rows = np.stack([np.concatenate(side) for side in zip(*self._moves, strict=True)])
+        self._moves.clear()
+        at, to = torch.from_numpy(rows).to(self.device, non_blocking=True)
         for stack in self._stacks:
-            at, to = (torch.from_numpy(rows).to(stack.device) for rows in (source, target))
             stack.index_copy_(1, to, stack.index_select(1, at))
 
     @torch.inference_mode()
     def zero(self, rows: npt.NDArray[np.int64]) -> None:
         """Zeroes rows, in all layers."""
+        self.settle()
         for stack in self._stacks:
             stack.index_fill_(1, torch.from_numpy(rows).to(stack.device), 0)
 
     @torch.inference_mode()
     def copy_page(self, page: int, to: int) -> None:
         """Copies one page, in all layers."""
+        self.settle()
         for stack in self._stacks:
             paged = stack.view(stack.shape[0], -1, PAGE_TOKENS, *stack.shape[2:])
             paged[:, to] = paged[:, page]
 
     def content(self, slot: KvSlot, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Kept keys and values of a slot, for checks. Shapes: (length, H, D) each."""
+        self.settle()
         rows = torch.from_numpy(slot.rows(0, slot.length)).to(self._keys[layer].device)
         return self._keys[layer][rows], self._values[layer][rows]
 

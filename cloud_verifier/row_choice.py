@@ -431,7 +431,7 @@ def _choose_within_share(rows: _Rows, seeks_loud_ids: bool, is_full: bool) -> to
     if is_full:
         ids, noised = _all_contenders(rows, prefix.best)
     else:
-        reached = noised.masked_fill(~is_in, -math.inf).amax(1, keepdim=True).masked_fill_(ends_here, math.inf)
+        reached = noised.amax(1, keepdim=True).masked_fill_(ends_here, math.inf)  # if its id is out, so is all beyond
         ids, noised = _loud_contenders(rows, prefix, noised, reached)
     token = _first_of_loudest(ids, noised)
     is_decided = (is_in & (prefix.ids == token)).any(1, keepdim=True)

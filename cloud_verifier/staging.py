@@ -68,6 +68,7 @@ class Staging:
 
     def stage(self, rows: Sequence[RowInput]) -> Staged:
         """The tensors of one forward; the packed order is that of the groups, the wanted order that of `rows`."""
+        self._pool.settle()
         taken = [_taken(row) for row in rows]
         groups = group_rows([row.count for row in taken], [row.end for row in taken], self._overhead)
         order = [index for group in groups for index in group]

@@ -60,7 +60,11 @@ TOUCHES: list[dict[str, object]] = [
     {},
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 0.75, "presence_penalty": -0.5},
-    {"repetition_penalty": 0.6, "frequency_penalty": -2.1, "logit_bias": {0: 5.3, 3: -math.inf, 10**6: 1.0}},
+    {
+        "repetition_penalty": 0.6,
+        "frequency_penalty": -2.1,
+        "logit_bias": {**dict.fromkeys(range(10), 5.3), 3: -math.inf, 10**6: 1.0},
+    },
     {"logit_bias": {1: -math.inf, 2: 1000.0}},
     {"logit_bias": dict.fromkeys(range(22), -math.inf)},
 ]
@@ -274,11 +278,13 @@ def test_scores_stay_as_they_are_and_need_not_be_contiguous() -> None:
     wide = torch.from_numpy(np.repeat(rows, 2, axis=1))[:, ::2]
     transposed = torch.from_numpy(rows.T.copy()).T
     for valid in (np.arange(200) % 7 != 3, np.ones(200, dtype=np.bool_)):
-        expected = references(rows, requests, valid)
-        for scores in (torch.from_numpy(rows), wide, transposed):
-            before = scores.clone()
-            assert pairs(RowChooser(valid, CPU).choose(scores, requests).fetch()) == expected
-            assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+        biased = [RowRequest(SamplingParams(logit_bias={3: 2.0}), 0, n) for n in range(50)]
+        for some in (requests, biased):
+            expected = references(rows, some, valid)
+            for scores in (torch.from_numpy(rows), wide, transposed):
+                before = scores.clone()
+                assert pairs(RowChooser(valid, CPU).choose(scores, some).fetch()) == expected
+                assert torch.equal(scores.nan_to_num(), before.nan_to_num())
 
 
 def test_no_rows_make_no_choices() -> None:
@@ -324,17 +330,18 @@ def test_equal_noised_scores_give_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("seeks_loud_ids", [True, False])
 def test_a_share_that_cuts_through_ties_far_beyond_the_prefix_keeps_the_lowest_ids(seeks_loud_ids: bool) -> None:
-    """The prefix ends among the ties, with any of them; 60 better ids hold most of the share, or little of it."""
+    """The prefix ends among the ties, with any of them: few of many, or half of all, in the share or not."""
     rng = np.random.default_rng(93)
-    row = np.full(700, -1.5, dtype=np.float32)
-    row[rng.choice(700, size=60, replace=False)] = 0
-    rows, ties = np.stack([row] * 400), 0
-    for top_p in (0.33, 0.5, 0.9):
-        requests = [RowRequest(SamplingParams(top_p=top_p), 8, n) for n in range(400)]
-        found = chosen(rows, requests, seeks_loud_ids=seeks_loud_ids)
-        assert found == references(rows, requests)
-        ties += sum(row[token] < 0 for token, _ in found)
-    assert ties > 100
+    for size, better, score in ((700, 60, -1.5), (120, 4, -0.5)):
+        row = np.full(size, score, dtype=np.float32)
+        row[rng.choice(size, size=better, replace=False)] = 0
+        rows, ties = np.stack([row] * 400), 0
+        for top_p in (0.33, 0.5, 0.9):
+            requests = [RowRequest(SamplingParams(top_p=top_p), 8, n) for n in range(400)]
+            found = chosen(rows, requests, seeks_loud_ids=seeks_loud_ids)
+            assert found == references(rows, requests)
+            ties += sum(row[token] < 0 for token, _ in found)
+        assert ties > 100
 
 
 def test_a_prefix_with_nearly_the_whole_share_is_not_taken_for_all_of_it() -> None:

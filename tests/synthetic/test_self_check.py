@@ -146,9 +146,10 @@ def not_moved(move: Any) -> Any:
 
 def one_layer_moved(move: Any) -> Any:
     def moved(pool: Any, source: Any, target: Any) -> None:
-        stacks, pool._stacks = pool._stacks, [pool._stacks[0][:1]]
         move(pool, source, target)
-        pool._stacks = stacks
+        whole, pool._stacks = pool._stacks, [pool._stacks[0][:1]]
+        pool.settle()
+        pool._stacks = whole
 
     return moved
 
