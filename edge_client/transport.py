@@ -154,7 +154,7 @@ class GrpcTransport:
 
     def _translated(self, code: grpc.StatusCode, details: str | None) -> DraftwireError:
         kind = _ERRORS.get(code, TransportError)
-        if kind in (VerifierUnavailable, Timeout):
+        if kind in (VerifierUnavailable, Timeout) and not (details or "").startswith(VERIFIER_SAYS):
             return kind(f"no verifier answers at {self.address}; start one with cloud-verifier")
         return kind(details or str(code))
 

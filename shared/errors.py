@@ -28,6 +28,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+VERIFIER_SAYS = "the verifier "
+
+
 class DraftwireError(Exception):
     """Anything Draftwire raises on purpose; `str()` is one line that a user can act on."""
 
@@ -118,7 +121,10 @@ class TransportError(DraftwireError):
 
 
 class VerifierUnavailable(TransportError):
-    """Nobody answers at the address: start a verifier, or wait and retry."""
+    """Nobody answers at the address: start a verifier, or wait and retry.
+
+    What a verifier itself says so begins with `VERIFIER_SAYS`: its words reach the user, a network's do not.
+    """
 
     grpc_status = "UNAVAILABLE"
 

@@ -566,3 +566,19 @@ def test_the_noise_is_that_of_the_rows_own_seed_and_position() -> None:
         assert token == int(randomness.noise(seed, position, np.arange(3000)).argmax())
     assert len({token for token, _ in found}) == 4
     assert randomness.noise(0, 0, np.arange(3000)).max() < torch_noise.LOUDEST
+
+
+@pytest.mark.parametrize("attempt", [0, 1, 2])
+def test_nothing_waits_for_a_device_that_is_not_the_cpu(attempt: int) -> None:
+    """Tensors of the meta device have no data: reading any on the host, or mixing devices, raises."""
+    rng = np.random.default_rng(98)
+    meta = torch.device("meta")
+    valid = np.arange(2000) % 9 != 4
+    requests = [RowRequest(params, 1, 2) for params in CASES] + [some_request(rng, 2000) for _ in range(100)]
+    pending = RowChooser(valid, meta).choose(
+        torch.empty((len(requests), 2000), device=meta), requests, [True] * len(requests), attempt=attempt
+    )
+    assert pending._packed.shape == (3, len(requests))
+    assert pending._packed.is_meta
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        pending.fetch()
