@@ -137,7 +137,7 @@ class Admission(Generic[Ticket]):
 
 
 class _Allowance:
-    """A token bucket of four seconds' worth."""
+    """A token bucket of four seconds' worth. One that is not empty lets a larger amount through, and owes it."""
 
     BURST_S = 4
 
@@ -147,7 +147,7 @@ class _Allowance:
     def may_take(self, amount: int, now: float) -> bool:
         self._left = min(self._rate * self.BURST_S, self._left + (now - self._at) * self._rate)
         self._at = now
-        if amount > self._left:
+        if self._left <= 0:
             return False
         self._left -= amount
         return True

@@ -47,8 +47,10 @@ class Engine(Protocol):
         """What is served."""
         ...
 
-    async def open(self, frame: Open, principal: str) -> EngineStream:
-        """A new session; may wait for a place. `principal`: whose it is; what it computes is shared with nobody else.
+    async def open(self, frame: Open, principal: str, share_key: bytes = b"") -> EngineStream:
+        """A new session; may wait for a place. `principal`: whose it is, for limits.
+
+        What it computes is shared with sessions of the same principal and key only, without a key with none.
 
         Raises: RemoteProtocolError, ModelMismatch, Overloaded, VerifierUnavailable, DeviceFailure.
         """

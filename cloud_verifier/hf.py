@@ -203,8 +203,8 @@ class CausalLm:
         if strange:
             kinds = ", ".join(sorted({self.layer_types[index] for index in strange}))
             raise ModelLoadError(
-                f"this architecture is not supported: layers {strange} are {kinds}; only {' and '.join(ATTENTION_KINDS)} "
-                f"can be rolled back"
+                f"this architecture is not supported: layers {strange} are {kinds}; only "
+                f"{' and '.join(ATTENTION_KINDS)} can be rolled back"
             )
         cache = _ProbeCache()
         with self._own():

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cloud_verifier.row_choice import RowChooser, RowRequest
+from cloud_verifier.row_choice import Outcome, RowChooser, RowRequest
 from cloud_verifier.scheduler import PlannedRow
 from cloud_verifier.sessions import Session
 from shared import rejection
@@ -23,8 +23,8 @@ from shared.hint_trie import Node
 from shared.randomness import Purpose
 from shared.sampling import raw_logprob, warp
 
-NOT_FINITE, NOTHING_LEFT = 1, 2
-PROBLEMS = {
+NOT_FINITE, NOTHING_LEFT = Outcome.NOT_FINITE, Outcome.ALL_FORBIDDEN
+PROBLEMS: dict[int, str] = {
     NOT_FINITE: "the target gave a score that is not a finite number; this session ends",
     NOTHING_LEFT: "no id may be drawn: every score is forbidden; this session ends",
 }

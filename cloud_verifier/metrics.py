@@ -55,7 +55,7 @@ COUNTERS = {
     "prefill_tokens": "Committed ids fed to build up keys and values.",
     "context_tokens": "Tokens of the contexts of sessions opened.",
     "reused_tokens": "Of these, tokens whose keys and values were there already.",
-    "kv_evicted_pages": "Cached pages given up for others.",
+    "kv_evicted_pages": "Pages of keys and values taken from sessions for others; they are computed again.",
     "sessions_opened": "Sessions begun.",
     "out_of_memory": "Times the device had no memory for a step.",
 }

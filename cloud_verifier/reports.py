@@ -104,7 +104,7 @@ class Observer(Protocol):
         ...
 
     def evicted(self, pages: int) -> None:
-        """Cached pages were given up for others."""
+        """A session gave up so many pages for others."""
         ...
 
     def out_of_memory(self) -> None:

@@ -237,8 +237,8 @@ class Scheduler:
         order = {id(session): index for index, session in enumerate(self._sessions.values())}
         return sorted(rows, key=lambda row: order[id(row.session)])
 
-    def victim(self, needing: Session, fixed: Collection[int]) -> Session | None:
-        """Whose pages to take so that `needing` can run; None if it has to wait. `fixed`: id() of those not to touch.
+    def victims(self, needing: Session, fixed: Collection[int]) -> list[Session]:
+        """Whose pages may be taken so that `needing` can run, in this order. `fixed`: id() of those not to touch.
 
         Idle sessions first, the longest idle before others; then sessions at work that were opened after this one, the
         youngest first: so the oldest always gets on, and nobody is undone by somebody younger.
@@ -246,7 +246,8 @@ class Scheduler:
         order = {id(session): index for index, session in enumerate(self._sessions.values())}
         holding = [s for s in self._sessions.values() if s.slot.pages and s is not needing and id(s) not in fixed]
         idle = [session for session in holding if session.runnable_since is None]
-        if idle:
-            return min(idle, key=lambda session: (session.is_at_work, session.idle_since))
-        younger = [session for session in holding if order[id(session)] > order[id(needing)]]
-        return max(younger, key=lambda session: order[id(session)], default=None)
+        at_work = [session for session in holding if session.runnable_since is not None]
+        younger = [session for session in at_work if order[id(session)] > order[id(needing)]]
+        idle.sort(key=lambda session: (session.is_at_work, session.idle_since))
+        younger.sort(key=lambda session: -order[id(session)])
+        return idle + younger

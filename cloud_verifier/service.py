@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cloud_verifier.engine import Engine, EngineStream
+from cloud_verifier.logs import event
 from shared import codec
 from shared.errors import DraftwireError, Overloaded, RemoteProtocolError, VerifierUnavailable
 from shared.pb import verifier_pb2 as pb
 from shared.pb import verifier_pb2_grpc
-from shared.types import Open, Resume
+from shared.types import SHARE_KEY_METADATA, Open, Resume
 
 log = logging.getLogger("draftwire.service")
 
@@ -84,7 +85,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
             if first is None:
                 return
             answers = first.WhichOneof("frame") or "frame"
-            stream = await self._attach(first, context.peer())
+            stream = await self._attach(first, context)
             yield codec.encode_opened(stream.opened)
             answers = ""
             reader = asyncio.create_task(self._read(requests, stream))
@@ -95,7 +96,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         except DraftwireError as error:
             if answers:
                 yield codec.encode_fault(codec.fault_of(error, answers))
-            log.info("stream ends: %s", error)
+            event(log, logging.INFO, "stream_refused", error=type(error).__name__, field=error.field)
             await context.abort(getattr(grpc.StatusCode, error.grpc_status), error.message)
         finally:
             if reader is not None:
@@ -122,11 +123,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
             if not self._streams[principal]:
                 del self._streams[principal]
 
-    async def _attach(self, first: pb.Up, principal: str) -> EngineStream:
+    async def _attach(self, first: pb.Up, context: grpc.aio.ServicerContext) -> EngineStream:
+        principal = context.peer()
         frame = codec.decode_up(first, self._rim)
         match frame:
             case Open():
-                return await self._ready().open(frame, principal)
+                return await self._ready().open(frame, principal, _share_key(context))
             case Resume():
                 return await self._ready().resume(frame, principal)
             case _:
@@ -142,3 +144,15 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
             except RemoteProtocolError as error:
                 stream.refuse(codec.fault_of(error, message.WhichOneof("frame") or "frame"))
         stream.finish_writing()
+
+
+def _share_key(context: grpc.aio.ServicerContext) -> bytes:
+    """The secret of a connection under which its sessions share what was computed; empty if it sent none.
+
+    The address of a connection is not enough: another tenant may come from the same one later, or from behind the
+    same proxy. Every device draws its own key, so nobody else can name it.
+    """
+    for name, value in context.invocation_metadata() or ():
+        if name == SHARE_KEY_METADATA and isinstance(value, bytes) and 16 <= len(value) <= 64:
+            return value
+    return b""

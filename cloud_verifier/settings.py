@@ -146,4 +146,4 @@ def memory_bytes(text: str) -> int:
         raise ConfigError(f"kv_memory must be auto or a size such as 800MiB or 2GiB, got {text!r}", field="kv_memory")
     unit = found[2] or "b"
     base = 1024 if "i" in unit or unit in ("k", "m", "g", "t") else 1000
-    return int(float(found[1]) * base ** (" kmgt".index(unit[0]) if unit != "b" else 0))
+    return max(1, int(float(found[1]) * base ** (" kmgt".index(unit[0]) if unit != "b" else 0)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cloud_verifier.judge import Judge, Verdict
+from cloud_verifier.kv_pages import PAGE_TOKENS
 from cloud_verifier.reports import Observer, StepReport
 from cloud_verifier.scheduler import PlannedRow, Scheduler, StepPlan
 from cloud_verifier.sessions import Session
@@ -66,11 +67,12 @@ class StepRunner:
             return False
         reserve_s = self._clock() - started
         verified = self._try_verify(rows)
+        whole = rows
         if verified is None:
             rows = self._halved(rows)
             verified = self._try_verify(rows)
         if verified is None:
-            largest = max(rows, key=lambda row: row.tokens)
+            largest = max(whole, key=lambda row: row.tokens)
             self._end_with(largest.session, Overloaded("the device has no memory for this session's step"))
             return False
         verified_at = self._clock()
@@ -100,17 +102,23 @@ class StepRunner:
         return [kept[id(row.session)] for row in rows if id(row.session) in kept]
 
     def _try_reserve(self, row: PlannedRow, fixed: Collection[int], cleared: set[int]) -> PlannedRow | None:
-        """The row with room for it, without its hints if need be; None if there is none."""
-        session = row.session
-        for wanted in (row, row.without_nodes()):
-            while not session.slot.try_reserve(wanted.tokens):
-                victim = self._scheduler.victim(session, fixed)
-                if victim is None:
-                    break
+        """The row with room for it; None if there is none.
+
+        Its hints are given up before others' pages are, and nobody's pages are given up for a row that would not fit.
+        """
+        session, plain = row.session, row.without_nodes()
+        for wanted in (row, plain):
+            if session.slot.try_reserve(wanted.tokens):
+                return wanted
+        victims = self._scheduler.victims(session, fixed)
+        use = self._model.kv_use()
+        room = len(session.slot.pages) + use.total - use.used + sum(len(victim.slot.pages) for victim in victims)
+        if room * PAGE_TOKENS >= session.slot.length + plain.tokens:
+            for victim in victims:
                 cleared.add(id(victim))
                 self._observer.evicted(victim.slot.clear())
-            else:
-                return wanted
+                if session.slot.try_reserve(plain.tokens):
+                    return plain
         session.slot.roll_back(session.slot.length)
         return None
 
@@ -130,7 +138,7 @@ class StepRunner:
         try:
             scores = self._model.forward([_row_input(row) for row in rows])
             outcomes = self._judged(rows, scores)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 for row in rows:
                     row.session.slot.scrub(row.session.slot.length)
@@ -235,9 +243,9 @@ class StepRunner:
         )
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     """True if a forward failed for want of memory only: a smaller one may succeed."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _row_input(row: PlannedRow) -> RowInput:

@@ -197,6 +197,7 @@ class _Waiting:
 
     frame: Open
     principal: str
+    share_key: bytes
     sink: _QueueSink
     settle: Callable[[TorchStream | DraftwireError], None]
 
@@ -257,26 +258,23 @@ class TorchEngine:
         """Sessions held, absent ones included."""
         return len(self._sessions)
 
-    async def open(self, frame: Open, principal: str = "") -> TorchStream:
+    async def open(self, frame: Open, principal: str = "", share_key: bytes = b"") -> TorchStream:
         """See Engine."""
         self._check_open(frame)
         waiting: list[_Waiting] = []
 
         def act(sink: _QueueSink, settle: Callable[[TorchStream | DraftwireError], None]) -> None:
-            waiting.append(_Waiting(frame, principal, sink, settle))
+            waiting.append(_Waiting(frame, principal, share_key, sink, settle))
             self._enter(waiting[0])
 
+        timer = asyncio.get_running_loop().call_later(self._max_queue_s, self.submit, lambda: self._expire(waiting))
         try:
-            async with asyncio.timeout(self._max_queue_s):
-                return await self._on_worker(act)
-        except TimeoutError:
-            self.submit(lambda: self._give_up(waiting))
-            self._observer.refused("queue_timeout")
-            text = f"no place became free within {self._max_queue_s:g} s"
-            raise Overloaded(text, retry_after_ms=self._admission.retry_after_ms()) from None
+            return await self._on_worker(act)
         except asyncio.CancelledError:
-            self.submit(lambda: self._give_up(waiting))
+            self.submit(lambda: self._withdraw(waiting))
             raise
+        finally:
+            timer.cancel()
 
     async def resume(self, frame: Resume, principal: str = "") -> TorchStream:
         """See Engine."""
@@ -383,7 +381,9 @@ class TorchEngine:
         if self._is_draining:
             self._observer.refused("draining")
             raise VerifierUnavailable(STOPPING)
-        if self._admission.has_share(waiting.principal) and not self._admission.has_place():
+        if not self._admission.has_share(waiting.principal):
+            self._maybe_make_room(waiting.principal)
+        elif not self._admission.has_place():
             self._maybe_make_room()
         entry = self._admission.enter(waiting.principal, waiting)
         if entry is Entry.ADMITTED:
@@ -398,19 +398,28 @@ class TorchEngine:
             return f"this connection has its {limits.principal_sessions} sessions already: close one first"
         return f"the verifier serves its {limits.max_sessions} sessions, and {self._admission.queued} more wait"
 
-    def _give_up(self, waiting: list[_Waiting]) -> None:
+    def _withdraw(self, waiting: list[_Waiting]) -> None:
         """(worker) Whoever waited is gone."""
         if waiting:
             self._admission.maybe_withdraw(waiting[0])
 
+    def _expire(self, waiting: list[_Waiting]) -> None:
+        """(worker) Whoever still waits has waited long enough."""
+        if waiting and self._admission.maybe_withdraw(waiting[0]):
+            self._observer.refused("queue_timeout")
+            text = f"no place became free within {self._max_queue_s:g} s"
+            waiting[0].settle(Overloaded(text, retry_after_ms=self._admission.retry_after_ms()))
+
     def _open(self, waiting: _Waiting) -> None:
         """(worker)"""
         frame, sink = waiting.frame, waiting.sink
+        session_id = SessionId(secrets.token_bytes(16))
+        sharing = waiting.share_key or session_id  # without a key: with nobody
         session = Session(
-            id=SessionId(secrets.token_bytes(16)),
+            id=session_id,
             opened_with=frame,
             seed=secrets.randbits(64) if frame.seed is None else frame.seed,
-            slot=self._model.new_slot(waiting.principal),
+            slot=self._model.new_slot(f"{waiting.principal} {sharing.hex()}"),
             limits=self._card.limits,
             context_size=self._card.context_size,
             target_id=self._card.target_id,
@@ -423,6 +432,7 @@ class TorchEngine:
         session.take_shared()
         stream = TorchStream(self, session, sink, session.opened(session.reused_tokens))
         waiting.settle(stream)
+        self._gauges_at = float("-inf")
         self._observer.session_opened(session.length, session.reused_tokens)
         event(
             log,
@@ -492,6 +502,7 @@ class TorchEngine:
         def command() -> None:
             if session.sink is sink:
                 session.sink, session.detached_at = None, self._clock()
+                self._gauges_at = float("-inf")
                 event(log, logging.INFO, "session_detached", session=short_id(session.id), committed=session.length)
                 if self._admission.queued:
                     self._maybe_make_room()
@@ -533,9 +544,16 @@ class TorchEngine:
     def _attached(self) -> list[Session]:
         return [session for session in self._sessions.values() if session.sink is not None]
 
-    def _maybe_make_room(self) -> bool:
-        """Drops an absent device's session for somebody who is here: a finished one, else the longest absent."""
-        absent = [session for session in self._sessions.values() if session.detached_at is not None]
+    def _maybe_make_room(self, principal: str | None = None) -> bool:
+        """Drops an absent device's session for somebody who is here: a finished one, else the longest absent.
+
+        `principal`: only one of its own.
+        """
+        absent = [
+            session
+            for session in self._sessions.values()
+            if session.detached_at is not None and principal in (None, session.principal)
+        ]
         if absent:
             longest = min(absent, key=lambda session: (session.finished is None, session.detached_at or 0.0))
             self._forget(longest, "displaced")

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +69,7 @@ async def serve(config: VerifierConfig, announce: Callable[[str], None]) -> int:
     """
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     counted = PrometheusObserver(
-        model=Path(config.model).name, device=config.device, dtype=config.dtype_name, speculation="on"
+        model=Path(config.model).name, device=config.device, dtype=config.dtype_name, version=version("draftwire")
     )
     with ExitStack() as stack:
         observer = _observer(config, counted, stack)

@@ -7,6 +7,7 @@ errors of shared/errors.py. `Transport` and `Connection` are the seam that tests
 from __future__ import annotations
 
 import asyncio
+import secrets
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from shared import codec
 from shared.errors import (
+    VERIFIER_SAYS,
     ConfigError,
     DraftwireError,
     ModelMismatch,
@@ -30,7 +32,7 @@ from shared.errors import (
 )
 from shared.pb import verifier_pb2 as pb
 from shared.pb import verifier_pb2_grpc
-from shared.types import DownFrame, Hint, ModelCard, UpFrame
+from shared.types import SHARE_KEY_METADATA, DownFrame, Hint, ModelCard, UpFrame
 
 PING_INTERVAL_MS = 10_000
 """At least the verifier's minimum; a dead peer is noticed after this and PING_TIMEOUT_MS."""
@@ -135,6 +137,7 @@ class GrpcTransport:
             ],
         )
         self._stub = verifier_pb2_grpc.VerifierStub(self._channel)
+        self._metadata = ((SHARE_KEY_METADATA, secrets.token_bytes(16)),)
 
     async def describe(self) -> ModelCard:
         """See Transport. Raises: VerifierUnavailable naming the address."""
@@ -146,7 +149,7 @@ class GrpcTransport:
 
     async def connect(self, traffic: Traffic) -> GrpcConnection:
         """See Transport."""
-        return GrpcConnection(self._stub.Session(), traffic, self)
+        return GrpcConnection(self._stub.Session(metadata=self._metadata), traffic, self)
 
     async def close(self) -> None:
         """See Transport."""

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-
 VERIFIER_SAYS = "the verifier "
 
 

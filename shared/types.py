@@ -18,6 +18,8 @@ Epoch = NewType("Epoch", int)
 
 PROTOCOL_VERSION = 1
 DEFAULT_RUN_AHEAD = 256
+SHARE_KEY_METADATA = "draftwire-share-bin"
+"""Metadata of a Session call: 16 to 64 secret bytes, the same for all streams of a connection; see docs/wire.md."""
 
 
 class Rule(Enum):

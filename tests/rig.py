@@ -27,7 +27,7 @@ from shared.errors import DeviceFailure
 from shared.pb import verifier_pb2 as pb
 from shared.pb import verifier_pb2_grpc
 from shared.sampling import GREEDY
-from shared.types import Commit, DownFrame, Fault, Finished, Open, Opened, PaceKind, UpFrame
+from shared.types import SHARE_KEY_METADATA, Commit, DownFrame, Fault, Finished, Open, Opened, PaceKind, UpFrame
 from tests.tiny_pair import TinyPair
 
 PATIENCE_S = 20.0
@@ -163,8 +163,9 @@ _: type[Drafter] = RandomDrafter
 class RawStream:
     """Frames by hand. `send` takes frames or messages; `receive` gives frames."""
 
-    def __init__(self, stub: verifier_pb2_grpc.VerifierStub) -> None:
-        self.call: Any = stub.Session()
+    def __init__(self, stub: verifier_pb2_grpc.VerifierStub, share_key: bytes = b"the same for all") -> None:
+        """`share_key`: empty for none."""
+        self.call: Any = stub.Session(metadata=((SHARE_KEY_METADATA, share_key),) if share_key else None)
         self.received: list[DownFrame] = []
 
     async def send(self, frame: UpFrame | pb.Up) -> None:

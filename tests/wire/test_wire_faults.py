@@ -21,7 +21,7 @@ from edge_client.transport import GrpcTransport
 from shared.errors import DeviceFailure, TransportError
 from shared.randomness import ids_digest
 from shared.sampling import GREEDY, SamplingParams
-from shared.types import Commit, Draining, Epoch, Hint, Pace, PaceKind, Resume
+from shared.types import Commit, Draining, Epoch, Hint, Opened, Pace, PaceKind, Resume
 from tests.oracle import PlainTarget
 from tests.proxy import proxying
 from tests.rig import PATIENCE_S, RawStream, client, open_frame, raw, serving
@@ -158,8 +158,7 @@ async def test_a_verifier_that_stops_tells_twenty_live_streams_to_go_elsewhere(l
         for stream in streams:
             await stream.until(Draining)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                while await stream.receive():
-                    pass
+                await stream.until(Opened)  # which never comes again
             assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

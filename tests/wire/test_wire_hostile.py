@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from cloud_verifier.torch_engine import MAX_UNREAD_FRAMES
 from cloud_verifier.loading import LoadedTarget
+from cloud_verifier.torch_engine import MAX_UNREAD_FRAMES
 from shared.types import Commit, Edit, Epoch, Finished, Hint, Pace, PaceKind, Reason
 from tests.rig import RawStream, open_frame, raw, serving
 
