@@ -147,7 +147,7 @@ class _Allowance:
     def may_take(self, amount: int, now: float) -> bool:
         self._left = min(self._rate * self.BURST_S, self._left + (now - self._at) * self._rate)
         self._at = now
-        if self._left <= 0:
+        if amount and self._left <= 0:
             return False
         self._left -= amount
         return True

@@ -8,6 +8,7 @@ ids or their probabilities would bias the text (DESIGN section 3). `choose_nodes
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -18,32 +19,62 @@ DEPTHS, RANKS = 8, 4
 FIRST_CHILD_PROBABILITY = 0.8
 OTHER_CHILD_PROBABILITY = 0.3
 """What an untold node is taken to be worth, until acceptance is measured."""
+BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
+"""Confidence in bins, each with its own measured acceptance."""
 PRIOR_TRIES = 4.0
-DECAY = 0.95
+DECAY, COMMON_DECAY = 0.95, 0.998
 
 
 class Acceptance:
-    """How often a session's hints were right, by depth and by rank among the alternatives."""
+    """How often hints were right: by the device's confidence where it tells it, else by depth and rank.
 
-    def __init__(self) -> None:
-        priors = [FIRST_CHILD_PROBABILITY] + [OTHER_CHILD_PROBABILITY] * (RANKS - 1)
-        self._tries = [[PRIOR_TRIES] * RANKS for _ in range(DEPTHS)]
-        self._right = [[prior * PRIOR_TRIES for prior in priors] for _ in range(DEPTHS)]
+    A draft's probability of an id is not the probability that the target chooses it: under greedy a draft that is half
+    sure may nearly always be right. So confidence is taken at its word only until something was measured: in this
+    session, or before that in others (`common`).
+    """
 
-    def note(self, depth: int, rank: int, is_right: bool) -> None:
+    def __init__(self, common: Acceptance | None = None, decay: float = DECAY) -> None:
+        self.common = common
+        self._by_place = [[_Share(decay) for _ in range(RANKS)] for _ in range(DEPTHS)]
+        self._by_confidence = [[_Share(decay) for _ in range(len(BIN_EDGES) + 1)] for _ in range(2)]
+
+    def note(self, depth: int, rank: int, is_right: bool, confidence: float | None = None) -> None:
         """A node at `depth` (1: the next id) was judged after its parent had been accepted."""
-        row, column = _cell(depth, rank)
-        self._tries[row][column] = self._tries[row][column] * DECAY + 1
-        self._right[row][column] = self._right[row][column] * DECAY + is_right
+        self._share(depth, rank, confidence).note(is_right)
+        if self.common is not None:
+            self.common.note(depth, rank, is_right, confidence)
 
-    def probability(self, depth: int, rank: int) -> float:
+    def probability(self, depth: int, rank: int, confidence: float | None = None) -> float:
         """How likely such a node is accepted once its parent is."""
-        row, column = _cell(depth, rank)
-        return self._right[row][column] / self._tries[row][column]
+        if self.common is not None:
+            prior = self.common.probability(depth, rank, confidence)
+        elif confidence is not None:
+            prior = confidence
+        else:
+            prior = FIRST_CHILD_PROBABILITY if rank == 0 else OTHER_CHILD_PROBABILITY
+        return self._share(depth, rank, confidence).mixed_with(prior)
+
+    def _share(self, depth: int, rank: int, confidence: float | None) -> _Share:
+        if confidence is not None:
+            return self._by_confidence[min(rank, 1)][bisect_right(BIN_EDGES, confidence)]
+        return self._by_place[min(depth, DEPTHS) - 1][min(rank, RANKS - 1)]
 
 
-def _cell(depth: int, rank: int) -> tuple[int, int]:
-    return min(depth, DEPTHS) - 1, min(rank, RANKS - 1)
+class _Share:
+    """A share of right ones, old ones fading."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay, self._tries, self._right, self._prior_tries = decay, 0.0, 0.0, PRIOR_TRIES
+
+    def note(self, is_right: bool) -> None:
+        """One more."""
+        self._tries = self._tries * self._decay + 1
+        self._right = self._right * self._decay + is_right
+        self._prior_tries *= self._decay
+
+    def mixed_with(self, prior: float) -> float:
+        """The share, beginning at a prior that counts as much as a few tries and fades like them."""
+        return (self._right + prior * self._prior_tries) / (self._tries + self._prior_tries)
 
 
 @dataclass(frozen=True)
@@ -59,9 +90,9 @@ class Candidate:
 
 def worth(candidate: Candidate, node: Node, depth: int, rank: int) -> float:
     """The probability that a node is accepted once its parent is."""
-    if node.probability is not None and not candidate.is_chain:
-        return node.probability
-    return candidate.acceptance.probability(depth, 0 if candidate.is_chain else rank)
+    if candidate.is_chain:
+        return candidate.acceptance.probability(depth, 0)
+    return candidate.acceptance.probability(depth, rank, node.probability)
 
 
 Cost = Callable[[int], float]

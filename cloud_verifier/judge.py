@@ -30,6 +30,16 @@ PROBLEMS: dict[int, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Tested:
+    """A node that was judged: where it stood, what the device thought of it, and what came out."""
+
+    depth: int
+    rank: int
+    confidence: float | None
+    is_right: bool
+
+
 @dataclass
 class Verdict:
     """What one session's row decided: `tokens`, of which the first `len(accepted)` are accepted nodes' ids."""
@@ -37,8 +47,8 @@ class Verdict:
     tokens: list[int] = field(default_factory=list)
     accepted: list[Node] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tested: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Depth, rank and outcome of every node whose parent was accepted."""
+    tested: list[Tested] = field(default_factory=list)
+    """Every node whose parent was accepted."""
     is_clean: bool = True
     """False if some row off the way was not finite: its keys and values must not stay."""
 
@@ -125,7 +135,7 @@ class Judge:
                 assert node.row is not None
                 judged = rejection.judge_one(warped, node.row, node.token, session.seed, request.epoch, position)
                 token, is_accepted = judged.token, judged.is_accepted
-                verdict.tested.append((ahead + 1, 0, is_accepted))
+                verdict.tested.append(Tested(ahead + 1, 0, None, is_accepted))
             _add(verdict, token, node if is_accepted else None, request.logprobs, host[ahead])
             if not is_accepted or token in request.stop_ids:
                 break
@@ -148,7 +158,8 @@ def _walk(row: PlannedRow, decided: Sequence[_Decided]) -> Verdict | DraftwireEr
         node: Node | None = None
         for rank, child in enumerate(children.values()):
             if id(child) in place:
-                verdict.tested.append((len(verdict.tokens) + 1, rank, child.token == found.token))
+                is_right = child.token == found.token
+                verdict.tested.append(Tested(len(verdict.tokens) + 1, rank, child.probability, is_right))
                 node = child if child.token == found.token else node
         verdict.tokens.append(found.token)
         if request.logprobs:

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from cloud_verifier.hint_choice import Candidate, choose_nodes
+from cloud_verifier.hint_choice import COMMON_DECAY, Acceptance, Candidate, choose_nodes
 from cloud_verifier.sessions import Session
 from cloud_verifier.step_cost import StepCost
 from shared.hint_trie import Node
 from shared.types import PaceKind
 
-LINGER_SHARE = 0.1
-LINGER_MOST_S = 0.025
+LINGER_SHARE = 0.25
+LINGER_MOST_S = 0.040
 """A step may begin so much later, of a step's time, if hints of sessions just served are about to come."""
+FADING = 0.9
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Scheduler:
         self._sessions: dict[bytes, Session] = {}
         self._last_planned = 0.0
         self._last_step_end: float | None = None
+        self._row_tokens = 1.0
+        self._acceptance = Acceptance(decay=COMMON_DECAY)
         self._room = 1.0
         self._is_tight = False
         self._passed_over: dict[bytes, float] = {}
@@ -86,7 +89,8 @@ class Scheduler:
     # ------------------------------------------------------------ sessions
 
     def add(self, session: Session) -> None:
-        """A session to be served from now on."""
+        """A session to be served from now on. Until its own hints were judged, it goes by those of all others."""
+        session.acceptance.common = self._acceptance
         self._sessions[session.id] = session
 
     def maybe_remove(self, session: Session) -> bool:
@@ -100,9 +104,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ what happened
 
-    def note_step(self, tokens: int, seconds: float, now: float) -> None:
-        """A step has ended."""
+    def note_step(self, tokens: int, sessions: int, seconds: float, now: float) -> None:
+        """A step over so many tokens of so many sessions has ended."""
         self.cost.note(tokens, seconds)
+        self._row_tokens = FADING * self._row_tokens + (1 - FADING) * tokens / sessions
         self._last_step_end, self._is_tight = now, False
         self._room = min(1.0, self._room * 1.05)
 
@@ -178,7 +183,8 @@ class Scheduler:
         """Until when to wait for hints that are about to come; None to begin at once.
 
         Devices answer the last step's commits within a moment of each other: without this the first to answer would
-        get a step of its own, and the others wait for it.
+        get a step of its own, and the others wait for it. It is done only where the larger step serves more sessions
+        for its time, the wait included.
         """
         if self._last_step_end is None:
             return None
@@ -187,7 +193,18 @@ class Scheduler:
             return None
         here = {id(session) for session in runnable}
         others = (session for session in self._sessions.values() if session.is_at_work and id(session) not in here)
-        return until if any(self._is_about_to_hint(session, until) for session in others) else None
+        times = sorted(s.hint_expected_at or now for s in others if self._is_about_to_hint(s, until))
+        count = len(runnable)
+        rate_now = count / self._expected_s(count)
+        rates = [
+            (count + more) / (max(0.0, time - now) + self._expected_s(count + more))
+            for more, time in enumerate(times, start=1)
+        ]
+        return until if any(rate > rate_now for rate in rates) else None
+
+    def _expected_s(self, sessions: int) -> float:
+        """What a step over so many sessions should take."""
+        return self.cost.seconds(round(sessions * self._row_tokens))
 
     def _is_about_to_hint(self, session: Session, until: float) -> bool:
         """A hint that was due during an earlier step is not waited for: devices stop drafting without a word."""

@@ -84,7 +84,7 @@ class StepRunner:
             else:
                 self._commit(row, outcome, step_us, len(rows))
         now = self._clock()
-        self._scheduler.note_step(sum(row.tokens for row in rows), verified.seconds, now)
+        self._scheduler.note_step(sum(row.tokens for row in rows), len(rows), verified.seconds, now)
         try:
             self._observer.step(self._report(rows, verified, plan_s, reserve_s, now - verified_at))
         except Exception:  # a figure is lost, no session is
@@ -184,8 +184,8 @@ class StepRunner:
         session.runnable_since = None
         if verdict is None:
             return
-        for depth, rank, is_right in verdict.tested:
-            session.acceptance.note(depth, rank, is_right)
+        for test in verdict.tested:
+            session.acceptance.note(test.depth, test.rank, test.is_right, test.confidence)
         start, is_dry = session.length, not row.nodes
         dropped = session.commit(verdict.tokens, len(verdict.accepted), verdict.logprobs)
         slot.roll_back(min(slot.length, session.length - 1))
@@ -221,7 +221,7 @@ class StepRunner:
         deepest = max((len(verdict.tokens) for verdict in verdicts), default=0)
         offered, accepted = [0] * deepest, [0] * deepest
         for verdict in verdicts:
-            for depth in {depth for depth, _, _ in verdict.tested}:
+            for depth in {test.depth for test in verdict.tested}:
                 offered[depth - 1] += 1
                 accepted[depth - 1] += depth <= len(verdict.accepted)
         return StepReport(

@@ -229,19 +229,27 @@ def test_without_a_rate_any_number_of_nodes_may_be_sent() -> None:
 def test_a_burst_of_four_seconds_worth_then_the_rate() -> None:
     admission = bucket(10)
     assert [admission.may_send("a", 8, 100.0) for _ in range(6)] == [True] * 5 + [False]
+    assert admission.may_send("a", 8, 100.1), "one node's worth is there: the rest is owed"
     assert not admission.may_send("a", 8, 100.7)
     assert admission.may_send("a", 8, 100.9)
     assert not admission.may_send("a", 8, 100.9)
     taken = sum(8 for n in range(1, 1001) if admission.may_send("a", 8, 100.9 + n * 0.1))
-    assert 10 * 100 - 8 <= taken <= 10 * 100 + 8
+    assert 10 * 100 - 16 <= taken <= 10 * 100 + 16
 
 
-def test_a_refused_hint_costs_nothing_and_a_smaller_one_may_pass() -> None:
+def test_a_hint_larger_than_a_burst_passes_once_and_is_paid_for() -> None:
     admission = bucket(10)
-    assert not admission.may_send("a", 41, 0.0)
+    assert admission.may_send("a", 100, 0.0)
+    assert not admission.may_send("a", 1, 5.9)
+    assert admission.may_send("a", 1, 6.1)
+
+
+def test_a_refused_hint_costs_nothing_and_one_without_nodes_always_passes() -> None:
+    admission = bucket(10)
     assert admission.may_send("a", 40, 0.0)
-    assert not admission.may_send("a", 1, 0.0)
+    assert not admission.may_send("a", 1000, 0.0)
     assert admission.may_send("a", 0, 0.0)
+    assert admission.may_send("a", 1, 0.2)
 
 
 def test_idle_time_buys_no_more_than_one_burst() -> None:

@@ -392,7 +392,7 @@ def test_out_of_memory_halves_the_sessions_of_a_step_and_they_grow_again_slowly(
     desk.scheduler.note_out_of_memory()
     for _ in range(20):
         sizes.append(len(planned(desk).rows))
-        desk.scheduler.note_step(1, 0.0, desk.now)
+        desk.scheduler.note_step(1, 1, 0.0, desk.now)
     assert sizes[:2] == [16, 8]
     assert sorted(sizes[1:]) == sizes[1:]
     assert sizes[6] < 16
@@ -420,7 +420,7 @@ def test_prefill_and_nodes_are_halved_with_the_room() -> None:
     assert sizes()[0] == 40
     assert sizes()[1] <= 10
     for _ in range(40):
-        desk.scheduler.note_step(1, 0.0, desk.now)
+        desk.scheduler.note_step(1, 1, 0.0, desk.now)
     assert sizes() == whole
 
 

@@ -532,6 +532,7 @@ def test_verdicts_count_a_node_as_tested_only_if_its_parent_was_accepted() -> No
     judge.judge = spied  # type: ignore[method-assign, assignment]
     desk.step()
     (verdict,) = verdicts
-    assert verdict.tested == [(1, 0, False), (1, 1, True), (2, 0, True), (3, 0, False)]
+    tested = [(test.depth, test.rank, test.is_right) for test in verdict.tested]
+    assert tested == [(1, 0, False), (1, 1, True), (2, 0, True), (3, 0, False)]
     assert verdict.tokens == truth[:3]
     assert guest.sink.commits[-1].epoch == EPOCH
