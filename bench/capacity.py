@@ -28,7 +28,7 @@ from edge_client.tokenizer import TextTokenizer
 from edge_client.transport import GrpcTransport
 from shared.errors import ConfigError
 from shared.model_store import resolve
-from shared.types import ModelCard, PaceKind
+from shared.types import DEFAULT_RUN_AHEAD, ModelCard, PaceKind
 
 VERIFIER_CORE, LOAD_CORE = 0, 1
 PARTS = ("plan", "stage", "forward", "gather", "judge", "commit")
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     counts = [int(word) for word in args.sessions.split(",") if word.isdigit() and int(word) > 0]
     if len(counts) != len(args.sessions.split(",")) or min(args.tokens, args.repeats, args.hint_tokens) < 1:
         raise ConfigError(f"sessions must be numbers from 1, got {args.sessions!r}; --tokens, --repeats likewise")
+    if args.tokens > DEFAULT_RUN_AHEAD:
+        raise ConfigError(f"--tokens must be at most {DEFAULT_RUN_AHEAD}: streamed runs send no ack", field="tokens")
     chosen, here = pair(args.pair), machine()
     prompts = encoded_prompts(chosen, max(counts))
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
             result = asyncio.run(_measure(args, chosen, counts, prompts, verifier, steps))
     result = {"machine": here, "pair": args.pair, "hint_tokens": args.hint_tokens, "tokens": args.tokens, **result}
     print(json.dumps(result) if args.json else _table(result))
-    return 0 if all(cell["is_identical"] for cell in result["cells"]) else 1
+    is_same = all(cell["is_identical"] for cell in [*result["cells"], *([result["soak"]] if "soak" in result else [])])
+    return 0 if is_same else 1
 
 
 async def _measure(

@@ -538,7 +538,7 @@ def _planned(seat: Seat, nodes: int) -> PlannedRow:
         (node,) = children.values()
         chain.append(node)
         children = node.children
-    return PlannedRow(seat.session, (seat.session.ids[-1],), tuple(chain), 0, 0, True)
+    return PlannedRow(seat.session, (seat.session.ids[-1],), tuple(chain), 0, 0, True, seat.session.slot.length)
 
 
 def _input(row: PlannedRow) -> RowInput:

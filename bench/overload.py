@@ -81,7 +81,7 @@ async def _measure(args: argparse.Namespace, chosen: Pair, address: str) -> dict
         "places": args.places,
         "queue": args.queue,
         "seconds": round(time.perf_counter() - began, 1),
-        **_outcomes(played, scripts),
+        **_outcomes(played, scripts, args.places),
         "health_ms_quiet": _percentiles(quiet),
         "health_ms_loaded": _percentiles(loaded),
         "health_calls_loaded": len(loaded),
@@ -94,7 +94,7 @@ async def _open_all(address: str, card: ModelCard, scripts: list[Script]) -> lis
         return await asyncio.gather(*sessions, return_exceptions=True)
 
 
-def _outcomes(played: list[Played | BaseException], scripts: list[Script]) -> dict[str, Any]:
+def _outcomes(played: list[Played | BaseException], scripts: list[Script], places: int) -> dict[str, Any]:
     kinds: Counter[str] = Counter()
     retries: list[int] = []
     for each, script in zip(played, scripts, strict=True):
@@ -112,21 +112,27 @@ def _outcomes(played: list[Played | BaseException], scripts: list[Script]) -> di
     return {
         **found,
         "retry_after_ms": [min(retries), max(retries)] if retries else [],
-        "is_right": set(found) <= {"served", "refused with retry-after"} and sum(found.values()) == len(scripts),
+        "is_right": set(found) <= {"served", "refused with retry-after"}
+        and sum(found.values()) == len(scripts)
+        and kinds["served"] >= min(places, len(scripts)),
     }
 
 
 async def _health_ms(address: str, until: asyncio.Task[Any]) -> list[float]:
-    """Times of health calls on a connection of their own, one after another, until the task is done."""
-    times = []
+    """Times of health calls on a connection of their own until the task is done.
+
+    Calls are due at fixed times and measured from then: a stall shows in all calls that it holds up.
+    """
+    times: list[float] = []
     async with grpc.aio.insecure_channel(address, options=OWN_CONNECTION) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         await stub.Check(health_pb2.HealthCheckRequest())
+        due = time.perf_counter()
         while not until.done():
-            began = time.perf_counter()
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
-            times.append(1000 * (time.perf_counter() - began))
-            await asyncio.sleep(ASK_EVERY_S)
+            times.append(1000 * (time.perf_counter() - due))
+            due += ASK_EVERY_S
     return times
 
 

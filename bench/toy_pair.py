@@ -153,6 +153,9 @@ class ToyTarget:
         """See TargetModel."""
         return torch.cat([self._rows[self._indices(row)] for row in rows])
 
+    def settle(self) -> None:
+        """See TargetModel: nothing is left to do."""
+
     def timing(self) -> Timing:
         """See TargetModel."""
         return Timing()
@@ -163,6 +166,10 @@ class ToyTarget:
     def kv_use(self) -> KvUse:
         """See TargetModel."""
         return KvUse()
+
+    def kv_room(self, slots: Sequence[Slot]) -> int:
+        """See TargetModel: there is always room."""
+        return 1_000_000
 
     def _indices(self, row: RowInput) -> list[int]:
         slot = row.slot

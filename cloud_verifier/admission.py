@@ -84,10 +84,15 @@ class Admission(Generic[Ticket]):
         return Entry.QUEUED
 
     def next_to_enter(self) -> Ticket | None:
-        """Gives the place that is free to whoever has waited longest; None if there is no place or nobody waits."""
+        """Gives the place that is free away; None if there is none or nobody waits.
+
+        It goes to the principal with the fewest places, to whoever of those has waited longest.
+        """
         if not self._queue or self.held >= self.limits.max_sessions:
             return None
-        principal, ticket = self._queue.popleft()
+        place = min(range(len(self._queue)), key=lambda place: (self._held[self._queue[place][0]], place))
+        principal, ticket = self._queue[place]
+        del self._queue[place]
         self._held[principal] += 1
         return ticket
 
@@ -106,12 +111,13 @@ class Admission(Generic[Ticket]):
     def leave(self, principal: str, now: float) -> None:
         """A place is free again."""
         assert self._held[principal] > 0
+        was_full = self.held >= self.limits.max_sessions
         self._held[principal] -= 1
         if not self._held[principal]:
             del self._held[principal]
-            self._rates.pop(principal, None)
-        if self._last_left is not None:
-            self._interval_s = 0.8 * self._interval_s + 0.2 * (now - self._last_left)
+        if self._last_left is not None and was_full:
+            interval_s = min(now - self._last_left, MOST_RETRY_MS / 1000)
+            self._interval_s = 0.8 * self._interval_s + 0.2 * interval_s
         self._last_left = now
 
     def move(self, old: str, new: str) -> None:
@@ -120,7 +126,6 @@ class Admission(Generic[Ticket]):
         self._held[old] -= 1
         if not self._held[old]:
             del self._held[old]
-            self._rates.pop(old, None)
 
     def retry_after_ms(self) -> int:
         """When a place may be free for one who comes back: as places have been left lately, behind those who wait."""
@@ -132,6 +137,7 @@ class Admission(Generic[Ticket]):
         if not rate:
             return True
         if principal not in self._rates:
+            self._rates = {name: kept for name, kept in self._rates.items() if not kept.is_full(now)}
             self._rates[principal] = _Allowance(rate, now)
         return self._rates[principal].may_take(nodes, now)
 
@@ -143,6 +149,10 @@ class _Allowance:
 
     def __init__(self, rate: int, now: float) -> None:
         self._rate, self._left, self._at = rate, float(rate * self.BURST_S), now
+
+    def is_full(self, now: float) -> bool:
+        """True if it is as good as new."""
+        return self._left + (now - self._at) * self._rate >= self._rate * self.BURST_S
 
     def may_take(self, amount: int, now: float) -> bool:
         self._left = min(self._rate * self.BURST_S, self._left + (now - self._at) * self._rate)

@@ -56,8 +56,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def resume(self, frame: Resume, principal: str) -> EngineStream:
-        """An old session. Raises: SessionNotFound, PrefixMismatch, DeviceFailure."""
+    async def resume(self, frame: Resume, principal: str, share_key: bytes = b"") -> EngineStream:
+        """An old session, opened with the same key. Raises: SessionNotFound, PrefixMismatch, DeviceFailure."""
         ...
 
     async def drain(self, within_ms: int) -> None:

@@ -11,7 +11,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
 from shared.hint_trie import HintTrie, Node
 
@@ -23,6 +23,12 @@ BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 """Confidence in bins, each with its own measured acceptance."""
 PRIOR_TRIES = 4.0
 DECAY, COMMON_DECAY = 0.95, 0.998
+LEAST_PRIOR = 0.25
+"""What others' hints were worth says no less than this of a session that has shown nothing yet."""
+TRY_AGAIN_STEPS = 8
+"""A session whose hints were not worth verifying for so many steps gets one verified all the same: things change."""
+MOST_SIBLINGS = 16
+"""Alternatives of one node that are looked at."""
 
 
 class Acceptance:
@@ -47,7 +53,8 @@ class Acceptance:
     def probability(self, depth: int, rank: int, confidence: float | None = None) -> float:
         """How likely such a node is accepted once its parent is."""
         if self.common is not None:
-            prior = self.common.probability(depth, rank, confidence)
+            told = self.common.probability(depth, rank, confidence)
+            prior = max(told, LEAST_PRIOR) if rank == 0 else told
         elif confidence is not None:
             prior = confidence
         else:
@@ -86,13 +93,16 @@ class Candidate:
     max_depth: int
     max_nodes: int
     is_chain: bool
+    is_tried: bool = False
+    """Its first node is verified whatever it seems worth."""
 
-
-def worth(candidate: Candidate, node: Node, depth: int, rank: int) -> float:
-    """The probability that a node is accepted once its parent is."""
-    if candidate.is_chain:
-        return candidate.acceptance.probability(depth, 0)
-    return candidate.acceptance.probability(depth, rank, node.probability)
+    def worth(self, node: Node, depth: int, rank: int) -> float:
+        """The probability that a node is accepted once its parent is."""
+        if self.is_tried and depth == 1 and rank == 0:
+            return 1.0
+        if self.is_chain:
+            return self.acceptance.probability(depth, 0)
+        return self.acceptance.probability(depth, rank, node.probability)
 
 
 Cost = Callable[[int], float]
@@ -115,8 +125,8 @@ def choose_nodes(
     def offer(index: int, children: Iterable[Node], reach: float, depth: int) -> None:
         candidate = candidates[index]
         if depth <= candidate.max_depth:
-            for rank, child in enumerate(children):
-                value = reach * worth(candidate, child, depth, rank)
+            for rank, child in enumerate(islice(children, MOST_SIBLINGS)):
+                value = reach * candidate.worth(child, depth, rank)
                 heapq.heappush(frontier, (-value, next(tie), depth, index, child))
 
     for index, candidate in enumerate(candidates):
@@ -149,9 +159,9 @@ def choose_nodes_slowly(
         pending = [(1.0, 1, candidate.trie.children)]
         while pending:
             before, depth, children = pending.pop()
-            for rank, node in enumerate(children.values()):
+            for rank, node in enumerate(list(children.values())[:MOST_SIBLINGS]):
                 if depth <= candidate.max_depth:
-                    reach = before * worth(candidate, node, depth, rank)
+                    reach = before * candidate.worth(node, depth, rank)
                     own.append((reach, node))
                     pending.append((reach, depth + 1, node.children))
         own.sort(key=lambda each: (-each[0], each[1].position))

@@ -38,7 +38,7 @@ class PageTable:
         """How often a page was taken that still had a key."""
         self._holders: Counter[int] = Counter()
         self._blank: list[int] = []
-        self._never_used = 0
+        self._never_used = self._shared = 0
         self._cached: dict[int, None] = {}
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -58,7 +58,7 @@ class PageTable:
     @property
     def shared(self) -> int:
         """Pages with more than one holder."""
-        return sum(1 for holders in self._holders.values() if holders > 1)
+        return self._shared
 
     @property
     def cached(self) -> int:
@@ -92,11 +92,13 @@ class PageTable:
         assert self._holders[page] > 0 or page in self._cached
         self._cached.pop(page, None)
         self._holders[page] += 1
+        self._shared += self._holders[page] == 2
 
     def give_back(self, page: int) -> None:
         """One holder less."""
         assert self._holders[page] > 0
         self._holders[page] -= 1
+        self._shared -= self._holders[page] == 1
         if self._holders[page] == 0:
             del self._holders[page]
             if page in self._key_of:
@@ -128,6 +130,7 @@ class PageTable:
         """Asserts that holders are exactly the slots' pages, and that every page is in one place."""
         held = Counter(page for pages in slots for page in pages)
         assert held == self._holders
+        assert self._shared == sum(1 for holders in held.values() if holders > 1)
         free = [*self._blank, *self._cached, *range(self._never_used, self.total)]
         assert len(free) == len(set(free)) == self.free
         assert not set(free) & held.keys()

@@ -6,7 +6,8 @@ kept or rolled back by `worker`. What a slot holds is a cache: `clear` and a new
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -98,7 +99,8 @@ class KvSlot:
         count = len(offsets)
         if count and offsets[-1] != count - 1:
             rows = self.rows(self.length, self.length + offsets[-1] + 1)
-            self._pool.move(rows[list(offsets)], rows[:count])
+            first = next(place for place, offset in enumerate(offsets) if offset != place)
+            self._pool.move(self, rows[list(offsets[first:])], rows[first:count])
         self.length += count
         self._trim()
 
@@ -168,6 +170,13 @@ class KvSlot:
         self.length = max(0, min(len(self.pages) * PAGE_TOKENS, len(ids) - 1))
         return self.length
 
+    def forget(self) -> None:
+        """Gives all pages back, and nobody finds them any more: what they hold is not what they should."""
+        for page in self.pages:
+            self._pool.table.forget_key(page)
+        self._is_checked = True
+        self.clear()
+
     def clear(self) -> int:
         """Gives all pages back; the next forward starts from an empty cache. Returns how many pages it held."""
         held = len(self.pages)
@@ -189,7 +198,7 @@ class KvPool:
         self.table = PageTable(pages)
         self.shapes, self.dtype, self.device = tuple(shapes), dtype, device
         self._slots: set[KvSlot] = set()
-        self._moves: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        self._moves: list[tuple[KvSlot, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
         self._stacks: list[torch.Tensor] = []
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -211,6 +220,11 @@ class KvPool:
         slot = KvSlot(self, principal)
         self._slots.add(slot)
         return slot
+
+    def room(self, slots: Iterable[KvSlot]) -> int:
+        """Pages that would be free if these slots were cleared."""
+        held = Counter(page for slot in slots for page in slot.pages)
+        return self.table.free + sum(1 for page, times in held.items() if self.table.holders(page) == times)
 
     def release(self, slot: KvSlot) -> None:
         """The session is gone: its pages are free at once."""
@@ -244,23 +258,30 @@ class KvPool:
             found.append(taken.view(batch, count * PAGE_TOKENS, *buffer.shape[1:]).transpose(1, 2))
         return found[0], found[1]
 
-    def move(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
-        """Copies rows within the pool, in all layers, before anything else reads or writes: see `settle`."""
-        self._moves.append((source, target))
+    def move(self, slot: KvSlot, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        """Copies a slot's rows within the pool, in all layers, before anything else reads or writes: see `settle`."""
+        self._moves.append((slot, source, target))
 
     @torch.inference_mode()
     def settle(self) -> None:
         """Does the moves of a step at once: one copy of indices to the device, one read and one write per stack.
 
-        No row is moved twice in one step, and sources are read before any target is written.
+        No row is moved twice in one step, and sources are read before any target is written. If that fails (memory),
+        the slots concerned are emptied: their rows are computed again.
+        Raises: whatever the device raised.
         """
         if not self._moves:
             return
-        rows = np.stack([np.concatenate(side) for side in zip(*self._moves, strict=True)])
-        self._moves.clear()
-        at, to = torch.from_numpy(rows).to(self.device, non_blocking=True)
-        for stack in self._stacks:
-            stack.index_copy_(1, to, stack.index_select(1, at))
+        moves, self._moves = self._moves, []
+        rows = np.stack([np.concatenate([move[side] for move in moves]) for side in (1, 2)])
+        try:
+            at, to = torch.from_numpy(rows).to(self.device, non_blocking=True)
+            for stack, moved in [(stack, stack.index_select(1, at)) for stack in self._stacks]:
+                stack.index_copy_(1, to, moved)
+        except BaseException:
+            for slot in {move[0] for move in moves}:
+                slot.forget()
+            raise
 
     @torch.inference_mode()
     def zero(self, rows: npt.NDArray[np.int64]) -> None:

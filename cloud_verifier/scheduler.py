@@ -1,8 +1,8 @@
 """What runs next: which sessions, which of their ids and hint nodes. Pure: time is an argument, nothing waits.
 
 Must not know: models, wire, threads. Called by `worker`. Of the runnable sessions the one that has waited longest goes
-first, so with n of them none waits more than n - 1 steps that serve others. Prefill chunks, hint nodes and plain
-decodes share one step.
+first, so while the KV pool has room for all none of n waits more than n - 1 steps that serve others. Prefill chunks,
+hint nodes and plain decodes share one step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from cloud_verifier.hint_choice import COMMON_DECAY, Acceptance, Candidate, choose_nodes
+from cloud_verifier.hint_choice import COMMON_DECAY, TRY_AGAIN_STEPS, Acceptance, Candidate, choose_nodes
 from cloud_verifier.sessions import Session
 from cloud_verifier.step_cost import StepCost
 from shared.hint_trie import Node
@@ -48,6 +48,13 @@ class PlannedRow:
     queue_us: int
     is_judged: bool
     """True if the feed reaches the last committed id: the row decides ids."""
+    at: int
+    """Rows that the session's slot held when this was planned."""
+
+    @property
+    def is_current(self) -> bool:
+        """False if the slot was emptied since: the row would feed ids to the wrong place."""
+        return self.session.slot.length == self.at
 
     @property
     def tokens(self) -> int:
@@ -236,6 +243,7 @@ class Scheduler:
                 session.credit if reached else 0,
                 session.limits.max_step_nodes,
                 session.is_chain,
+                is_tried=session.untried_steps >= TRY_AGAIN_STEPS,
             )
             for (session, _), reached in zip(fed, reaches, strict=True)
         ]
@@ -243,9 +251,13 @@ class Scheduler:
         most = int(self.budget.nodes * self._room)
         nodes = choose_nodes(candidates, most, float(sum(reaches)), tokens, self.cost.seconds)
         for (session, feed), reached, chosen in zip(fed, reaches, nodes, strict=True):
+            if reached and session.trie.children:
+                session.untried_steps = 0 if chosen else session.untried_steps + 1
             since = session.runnable_since if session.runnable_since is not None else now
             queue_us = int((now - since) * 1e6)
-            yield PlannedRow(session, feed, tuple(chosen), session.trie.highest_number, queue_us, reached)
+            yield PlannedRow(
+                session, feed, tuple(chosen), session.trie.highest_number, queue_us, reached, session.slot.length
+            )
 
     # ------------------------------------------------------------ room in the KV pool
 
@@ -257,14 +269,14 @@ class Scheduler:
     def victims(self, needing: Session, fixed: Collection[int]) -> list[Session]:
         """Whose pages may be taken so that `needing` can run, in this order. `fixed`: id() of those not to touch.
 
-        Idle sessions first, the longest idle before others; then sessions at work that were opened after this one, the
-        youngest first: so the oldest always gets on, and nobody is undone by somebody younger.
+        Idle sessions first (over, absent, or without credit), the longest idle before others; then sessions at work
+        that were opened after this one: those that wait for hints, then the youngest. So the oldest always gets on, and
+        nobody at work is undone by somebody younger.
         """
         order = {id(session): index for index, session in enumerate(self._sessions.values())}
         holding = [s for s in self._sessions.values() if s.slot.pages and s is not needing and id(s) not in fixed]
-        idle = [session for session in holding if session.runnable_since is None]
-        at_work = [session for session in holding if session.runnable_since is not None]
-        younger = [session for session in at_work if order[id(session)] > order[id(needing)]]
-        idle.sort(key=lambda session: (session.is_at_work, session.idle_since))
-        younger.sort(key=lambda session: -order[id(session)])
+        idle = [session for session in holding if not session.is_at_work]
+        younger = [s for s in holding if s.is_at_work and order[id(s)] > order[id(needing)]]
+        idle.sort(key=lambda session: session.idle_since)
+        younger.sort(key=lambda session: (session.runnable_since is not None, -order[id(session)]))
         return idle + younger

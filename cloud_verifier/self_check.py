@@ -6,6 +6,7 @@ beyond the sliding window if there is one: a chain in two pieces, a tree path by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -117,5 +118,9 @@ def _reserved(row: RowInput) -> RowInput:
 
 
 def _difference(ours: torch.Tensor, own: torch.Tensor) -> float:
-    """Root mean square of the difference over that of the scores: a maximum drowns in bfloat16's own noise."""
-    return float(((ours - own).square().mean() / own.square().mean()).sqrt())
+    """Root mean square of the difference over that of the scores: a maximum drowns in bfloat16's own noise.
+
+    Not a number counts as infinite: max() would lose it.
+    """
+    found = float(((ours - own).square().mean() / own.square().mean()).sqrt())
+    return found if math.isfinite(found) else math.inf

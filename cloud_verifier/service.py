@@ -96,7 +96,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         except DraftwireError as error:
             if answers:
                 yield codec.encode_fault(codec.fault_of(error, answers))
-            event(log, logging.INFO, "stream_refused", error=type(error).__name__, field=error.field)
+            event(log, logging.INFO, "stream_ended", error=type(error).__name__, field=error.field)
             await context.abort(getattr(grpc.StatusCode, error.grpc_status), error.message)
         finally:
             if reader is not None:
@@ -130,7 +130,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
             case Open():
                 return await self._ready().open(frame, principal, _share_key(context))
             case Resume():
-                return await self._ready().resume(frame, principal)
+                return await self._ready().resume(frame, principal, _share_key(context))
             case _:
                 raise RemoteProtocolError("a stream begins with open or resume", field="frame")
 

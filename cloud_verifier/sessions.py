@@ -77,9 +77,9 @@ class Session:
         self.usage = Usage(context_tokens=request.generated_from)
         self.accepted_flags: list[bool] = [False] * (len(self.ids) - self.generated_from)
         self.logprobs: list[float] = [0.0] * len(self.accepted_flags)
-        self.principal = ""
+        self.principal, self.share_key = "", b""
         self.acceptance = Acceptance()
-        self.reused_tokens = 0
+        self.reused_tokens = self.untried_steps = 0
         self.idle_since = self.now
         self.hint_lag_s: float | None = None
         self.runnable_since: float | None = None

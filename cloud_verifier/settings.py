@@ -124,6 +124,11 @@ class VerifierConfig:
         return "float32" if self.device == "cpu" else "bfloat16"
 
     @property
+    def speculation(self) -> str:
+        """Whether hints are verified, or why not."""
+        return "on" if self.batch_nodes else "off (batch_nodes is 0)"
+
+    @property
     def admission(self) -> AdmissionLimits:
         """Whom the verifier takes on."""
         return AdmissionLimits(self.max_sessions, self.max_queue, self.principal_sessions, self.hint_nodes_per_second)

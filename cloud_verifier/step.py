@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,11 +55,13 @@ class StepRunner:
     def run(self, plan: StepPlan, plan_s: float) -> bool:
         """Runs one step; False if nothing of it could be run. `plan_s`: seconds that planning took.
 
-        Out of memory halves the step and tries once more; if the smaller one does not fit either, its largest session
-        ends. Raises: DeviceFailure if the forward failed in a way that ends the process.
+        Out of memory halves the step and tries once more; if the smaller one does not fit either, the session ends that
+        brought most tokens to the whole step.
+        Raises: DeviceFailure if the forward failed in a way that ends the process.
         """
         started = self._clock()
-        rows = self._reserved(plan.rows)
+        self._settle()
+        rows = self._reserved([row for row in plan.rows if row.is_current])
         if len(rows) < len(plan.rows):
             served = {id(row.session) for row in rows}
             without = [row.session for row in plan.rows if id(row.session) not in served]
@@ -70,6 +73,8 @@ class StepRunner:
         whole = rows
         if verified is None:
             rows = self._halved(rows)
+            if not rows:
+                return False
             verified = self._try_verify(rows)
         if verified is None:
             largest = max(whole, key=lambda row: row.tokens)
@@ -84,7 +89,9 @@ class StepRunner:
             else:
                 self._commit(row, outcome, step_us, len(rows))
         now = self._clock()
-        self._scheduler.note_step(sum(row.tokens for row in rows), len(rows), verified.seconds, now)
+        is_fetched = any(row.is_judged for row in rows)  # else the device may still be at work
+        seconds = verified.seconds if is_fetched else self._model.timing().forward_s
+        self._scheduler.note_step(sum(row.tokens for row in rows), len(rows), seconds, now)
         try:
             self._observer.step(self._report(rows, verified, plan_s, reserve_s, now - verified_at))
         except Exception:  # a figure is lost, no session is
@@ -111,8 +118,7 @@ class StepRunner:
             if session.slot.try_reserve(wanted.tokens):
                 return wanted
         victims = self._scheduler.victims(session, fixed)
-        use = self._model.kv_use()
-        room = len(session.slot.pages) + use.total - use.used + sum(len(victim.slot.pages) for victim in victims)
+        room = self._model.kv_room([session.slot, *(victim.slot for victim in victims)])
         if room * PAGE_TOKENS >= session.slot.length + plain.tokens:
             for victim in victims:
                 cleared.add(id(victim))
@@ -126,11 +132,27 @@ class StepRunner:
         """The smaller half of a step, without hints; the rest waits. The scratch is gone, the kept rows stand."""
         self._observer.out_of_memory()
         self._scheduler.note_out_of_memory()
-        self._model.recover()
+        rows = [row for row in rows if row.is_current]
+        if not rows:
+            return []
         smallest = sorted((row.without_nodes() for row in rows), key=lambda row: row.tokens)[: len(rows) // 2]
-        for row in rows:
-            row.session.slot.roll_back(row.session.slot.length)
-        return [row for row in smallest or [rows[0].halved()] if row.session.slot.try_reserve(row.tokens)]
+        fitting = []
+        for row in smallest or [rows[0].halved()]:
+            if row.session.slot.try_reserve(row.tokens):
+                fitting.append(row)
+            else:
+                row.session.slot.roll_back(row.session.slot.length)
+        return fitting
+
+    def _settle(self) -> None:
+        """Compactions of the last step. Without the memory for them the sessions concerned are prefilled again."""
+        try:
+            self._model.settle()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise DeviceFailure(f"the step failed: {str(error).splitlines()[0]}") from error
+            self._observer.out_of_memory()
+            self._model.recover()
 
     def _try_verify(self, rows: list[PlannedRow]) -> _Verified | None:
         """What each row decided; None if memory ran out."""
@@ -140,13 +162,15 @@ class StepRunner:
             outcomes = self._judged(rows, scores)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
+                self._model.recover()
                 for row in rows:
                     row.session.slot.scrub(row.session.slot.length)
                     row.session.slot.roll_back(row.session.slot.length)
                 log.warning("out of memory in a step of %d sessions", len(rows))
                 return None
-            for row in rows:
-                row.session.slot.roll_back(row.session.slot.length)
+            with suppress(RuntimeError):  # of a device that is gone nothing more is asked
+                for row in rows:
+                    row.session.slot.roll_back(row.session.slot.length)
             raise DeviceFailure(f"the step failed: {str(error).splitlines()[0]}") from error
         return _Verified(outcomes, self._clock() - started)
 
@@ -154,7 +178,7 @@ class StepRunner:
         """All rows at once; if that fails in itself, one after another, so that one session's trouble stays its own."""
         try:
             return list(self._judge.judge(rows, scores))
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             raise
         except Exception:
             log.exception("judging a step failed; its rows are judged one by one")
@@ -164,7 +188,7 @@ class StepRunner:
             count = 1 + len(row.nodes) if row.is_judged else 0
             try:
                 outcomes += self._judge.judge([row], scores[at : at + count])
-            except RuntimeError:
+            except (RuntimeError, MemoryError):
                 raise
             except Exception as error:
                 outcomes.append(LocalProtocolError(f"internal error while judging: {error!r}"))

@@ -7,7 +7,11 @@ as points: one for each doubling of the size.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+
 DECAY = 0.9
+MOST_SURPRISE = 4.0
 LEAST_S = 1e-6
 """A step is taken to last so long at least: a coarse clock may have seen nothing of it."""
 
@@ -19,13 +23,17 @@ class StepCost:
         """`token_share`: what one more token costs, as a share of an empty step, wherever nothing was measured yet."""
         self._share = token_share
         self._points: dict[int, tuple[float, float]] = {}
+        self._line: list[tuple[float, float]] = []
         self._mean_s = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A step over so many tokens took so long."""
+        """A step over so many tokens took so long. One that took absurdly long is believed only in part."""
         size, seconds = tokens.bit_length(), max(seconds, LEAST_S)
+        if self._line:
+            seconds = min(seconds, MOST_SURPRISE * self.seconds(tokens))
         old_tokens, old_seconds = self._points.get(size, (float(tokens), seconds))
         self._points[size] = _mixed(old_tokens, tokens), _mixed(old_seconds, seconds)
+        self._line = sorted(self._points.values())
         self._mean_s = _mixed(self._mean_s or seconds, seconds)
 
     @property
@@ -35,14 +43,13 @@ class StepCost:
 
     def seconds(self, tokens: int) -> float:
         """What a step over so many tokens should take; before any was measured in units of an empty step."""
-        below = [self._points[size] for size in sorted(self._points) if self._points[size][0] <= tokens]
-        above = [self._points[size] for size in sorted(self._points) if self._points[size][0] > tokens]
-        if below and above:
-            (at, low), (to, high) = below[-1], above[0]
-            return low + (high - low) * (tokens - at) / (to - at)
-        if not below and not above:
+        place = bisect_right(self._line, (tokens, math.inf))
+        if not self._line:
             return self._guess(tokens)
-        at, known = below[-1] if below else above[0]
+        if 0 < place < len(self._line):
+            (at, low), (to, high) = self._line[place - 1], self._line[place]
+            return low + (high - low) * (tokens - at) / (to - at)
+        at, known = self._line[-1] if place else self._line[0]
         return known * self._guess(tokens) / self._guess(at)
 
     def _guess(self, tokens: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +79,10 @@ class TargetModel(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Finishes what the last step left to do with keys and values. Raises: as `forward`."""
+        ...
+
     def timing(self) -> Timing:
         """Where the last forward's time went. To be asked when its scores have been fetched."""
         ...
@@ -88,6 +93,10 @@ class TargetModel(Protocol):
 
     def kv_use(self) -> KvUse:
         """How full the pool is."""
+        ...
+
+    def kv_room(self, slots: Sequence[Slot]) -> int:
+        """Pages that would be free if these slots were cleared."""
         ...
 
 
@@ -101,7 +110,11 @@ class TorchTarget:
         if pages < 1:
             raise ConfigError(f"kv_memory: {kv_bytes} bytes hold no page of this model", field="kv_memory")
         self.lm = lm
-        self.pool = KvPool(shapes, pages, lm.model.dtype, lm.model.device)
+        try:
+            self.pool = KvPool(shapes, pages, lm.model.dtype, lm.model.device)
+        except (RuntimeError, MemoryError) as error:
+            text = f"kv_memory: the device does not have {kv_bytes} bytes for keys and values"
+            raise ConfigError(text, field="kv_memory") from error
         self.context_size = min(context_size, self.pool.capacity_tokens)
         self._marks = _marks(lm.model.device)
         self._stage_s = self._gather_s = 0.0
@@ -121,11 +134,21 @@ class TorchTarget:
         started = time.perf_counter()
         staged = self._staging.stage(rows)
         self._stage_s = time.perf_counter() - started
-        self._marks.begin()
-        scores = self.lm.forward(staged.ids, staged.positions, staged.attention, staged.wanted)
-        self._marks.end()
+        with self._on_device():
+            self._marks.begin()
+            scores = self.lm.forward(staged.ids, staged.positions, staged.attention, staged.wanted)
+            self._marks.end()
         self._gather_s = staged.attention.gather_s
         return scores[: staged.wanted_count]
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Events and launches belong to the current device of a thread: cuda:1 is not what a new thread begins with."""
+        device = self.lm.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def settle(self) -> None:
+        """See TargetModel."""
+        self.pool.settle()
 
     def timing(self) -> Timing:
         """See TargetModel."""
@@ -140,6 +163,10 @@ class TorchTarget:
         """See TargetModel."""
         table = self.pool.table
         return KvUse(table.total, table.used, table.shared, table.cached)
+
+    def kv_room(self, slots: Sequence[Slot]) -> int:
+        """See TargetModel."""
+        return self.pool.room(slot for slot in slots if isinstance(slot, KvSlot))
 
 
 class _HostMarks:

@@ -115,10 +115,6 @@ class _QueueSink:
     def end(self, error: DraftwireError | None) -> None:
         self._put(_Ended(error))
 
-    def put_here(self, item: DownFrame | _Ended) -> None:
-        """Like `send` and `end`, but from the event loop."""
-        self._deliver(item)
-
     def call(self, act: Callable[[], None]) -> None:
         """Runs `act` on the event loop. From any thread."""
         self._mailbox.post(act)
@@ -166,8 +162,12 @@ class TorchStream:
     def finish_writing(self) -> None:
         """See EngineStream."""
         self._is_half_closed = True
-        if self._session.finished is not None:
-            self._sink.put_here(_Ended(None))
+        self._engine.submit(self._end_if_finished)
+
+    def _end_if_finished(self) -> None:
+        """(worker) Behind all frames that were sent before."""
+        if self._session.finished is not None and self._session.sink is self._sink:
+            self._sink.end(None)
 
     def _handle(self, frame: Hint | Edit | Score | Pace | Close, received_at: float) -> None:
         """(worker)"""
@@ -184,7 +184,7 @@ class TorchStream:
 
     def refuse(self, fault: Fault) -> None:
         """See EngineStream."""
-        self._sink.put_here(fault)
+        self._engine.submit(lambda: self._sink.send(fault))
 
     def detach(self) -> None:
         """See EngineStream."""
@@ -213,16 +213,23 @@ class TorchEngine:
         *,
         admission: AdmissionLimits | None = None,
         max_queue_ms: int = 10_000,
+        absent_grace_ms: int = 3_000,
+        idle_ms: int = 60_000,
         budget: StepBudget | None = None,
         cost: StepCost | None = None,
         observer: Observer | None = None,
         on_failure: Callable[[DeviceFailure], None] = lambda failure: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_queue_ms`: how long an open waits for a place; `observer` should not fail (see GuardedObserver)."""
+        """`max_queue_ms`: how long an open waits for a place; `observer` should not fail (see GuardedObserver).
+
+        When others wait: `absent_grace_ms` after its device left, a session may lose its place, and `idle_ms` after it
+        was over or out of credit one whose device is there.
+        """
         self._model, self._card, self._clock = model, card, clock
         self._admission: Admission[_Waiting] = Admission(admission or AdmissionLimits())
         self._max_queue_s = max_queue_ms / 1000
+        self._absent_grace_s, self._idle_s = absent_grace_ms / 1000, idle_ms / 1000
         self._observer = observer or NoObserver()
         self._sessions: dict[SessionId, Session] = {}
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
@@ -276,9 +283,9 @@ class TorchEngine:
         finally:
             timer.cancel()
 
-    async def resume(self, frame: Resume, principal: str = "") -> TorchStream:
+    async def resume(self, frame: Resume, principal: str = "", share_key: bytes = b"") -> TorchStream:
         """See Engine."""
-        return await self._on_worker(lambda sink, settle: settle(self._resume(frame, principal, sink)))
+        return await self._on_worker(lambda sink, settle: settle(self._resume(frame, principal, share_key, sink)))
 
     async def drain(self, within_ms: int) -> None:
         """See Engine."""
@@ -286,6 +293,7 @@ class TorchEngine:
         def begin(_: _QueueSink, settle: Callable[[None], None]) -> None:
             self._is_draining = True
             for waiting in iter(self._admission.next_queued, None):
+                self._observer.refused("draining")
                 waiting.settle(VerifierUnavailable(STOPPING))
             for session in self._attached():
                 if session.sink is not None:
@@ -425,7 +433,7 @@ class TorchEngine:
             target_id=self._card.target_id,
             now=self._clock(),
         )
-        session.principal = waiting.principal
+        session.principal, session.share_key = waiting.principal, waiting.share_key
         self._sessions[session.id] = session
         session.sink = sink
         self.worker.scheduler.add(session)
@@ -446,10 +454,11 @@ class TorchEngine:
         )
         session.finish_if_ended()
 
-    def _resume(self, frame: Resume, principal: str, sink: _QueueSink) -> TorchStream:
+    def _resume(self, frame: Resume, principal: str, share_key: bytes, sink: _QueueSink) -> TorchStream:
         """(worker)"""
         session = self._sessions.get(frame.session_id)
-        if session is None or session.is_dropped:
+        is_theirs = session is not None and secrets.compare_digest(session.share_key, share_key)
+        if session is None or session.is_dropped or not is_theirs:
             raise SessionNotFound("this verifier does not hold the session; reopen it", field="resume.session_id")
         session.check_resume(frame)
         if session.sink is not None:
@@ -460,6 +469,8 @@ class TorchEngine:
         session.principal = principal
         event(log, logging.INFO, "session_resumed", session=short_id(session.id), principal=principal, have=frame.have)
         stream = TorchStream(self, session, sink, session.opened(reused=session.slot.length))
+        if self._is_draining:
+            sink.send(Draining())
         for replayed in session.replay(frame.have):
             sink.send(replayed)
         return stream
@@ -504,8 +515,7 @@ class TorchEngine:
                 session.sink, session.detached_at = None, self._clock()
                 self._gauges_at = float("-inf")
                 event(log, logging.INFO, "session_detached", session=short_id(session.id), committed=session.length)
-                if self._admission.queued:
-                    self._maybe_make_room()
+                self._make_room_for_waiting()
 
         self.submit(command)
         self._is_sweep_due_again = True
@@ -514,7 +524,7 @@ class TorchEngine:
 
     def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
         """One timer for all leases, running while sessions are absent."""
-        interval_s = max(0.05, self._card.limits.lease_ms / 4000)
+        interval_s = max(0.05, min(1.0, self._card.limits.lease_ms / 4000))
 
         def sweep() -> None:
             """(worker)"""
@@ -523,6 +533,7 @@ class TorchEngine:
             for session in absent:
                 if now - (session.detached_at or now) >= lease_s:
                     self._forget(session, "lease")
+            self._make_room_for_waiting()
             if not loop.is_closed():
                 loop.call_soon_threadsafe(again, any(not session.is_dropped for session in absent))
 
@@ -544,20 +555,34 @@ class TorchEngine:
     def _attached(self) -> list[Session]:
         return [session for session in self._sessions.values() if session.sink is not None]
 
-    def _maybe_make_room(self, principal: str | None = None) -> bool:
-        """Drops an absent device's session for somebody who is here: a finished one, else the longest absent.
+    def _make_room_for_waiting(self) -> None:
+        """(worker)"""
+        while self._admission.queued and self._maybe_make_room():
+            pass
 
-        `principal`: only one of its own.
+    def _maybe_make_room(self, principal: str | None = None) -> bool:
+        """(worker) Ends a session that makes no use of its place, for somebody who would; False if there is none.
+
+        First those that are over and whose device is away, then others whose device has been away for a while, then
+        those that have long been over, or without credit. `principal`: only one of its own.
         """
-        absent = [
-            session
-            for session in self._sessions.values()
-            if session.detached_at is not None and principal in (None, session.principal)
-        ]
-        if absent:
-            longest = min(absent, key=lambda session: (session.finished is None, session.detached_at or 0.0))
-            self._forget(longest, "displaced")
-        return bool(absent)
+        now, grace_s, idle_s = self._clock(), self._absent_grace_s, self._idle_s
+        useless: list[tuple[int, float, Session]] = []
+        for session in self._sessions.values():
+            away, stands_since = session.detached_at, session.paused_since or session.idle_since
+            if principal not in (None, session.principal):
+                continue
+            if away is not None and (session.finished is not None or now - away >= grace_s):
+                useless.append((0 if session.finished is not None else 1, away, session))
+            elif away is None and not session.is_at_work and now - stands_since >= idle_s:
+                useless.append((2, stands_since, session))
+        if not useless:
+            return False
+        session = min(useless, key=lambda each: each[:2])[2]
+        if session.sink is not None:
+            session.sink.end(Overloaded("the session stood idle while others waited for its place"))
+        self._forget(session, "displaced")
+        return True
 
     def _forget(self, session: Session, why: str) -> None:
         session.sink = None
@@ -587,18 +612,16 @@ class TorchEngine:
         while (waiting := self._admission.next_to_enter()) is not None:
             self._open(waiting)
 
-    def _on_turn(self) -> None:
+    def _on_turn(self, is_idle: bool) -> None:
         """(worker)"""
-        self._tell_gauges()
+        if is_idle or self._clock() - self._gauges_at >= GAUGES_EVERY_S:
+            self._tell_gauges()
         for mailbox in list(self._mailboxes.values()):
             mailbox.flush()
 
     def _tell_gauges(self) -> None:
-        """(worker) Now and then, and after every end of a session."""
-        now = self._clock()
-        if now - self._gauges_at < GAUGES_EVERY_S:
-            return
-        self._gauges_at = now
+        """(worker) Now and then, when a session began or ended, and whenever nothing is to run."""
+        self._gauges_at = self._clock()
         attached = self._attached()
         finished = sum(1 for session in attached if session.finished is not None)
         use = self._model.kv_use()

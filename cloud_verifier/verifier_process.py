@@ -57,7 +57,8 @@ def start_up_line(config: VerifierConfig, loaded: LoadedTarget, port: int, metri
     return (
         f"draftwire verifier: {loaded.card.model_name} on {loaded.model.lm.model.device}, {config.dtype_name}, "
         f"context {loaded.card.context_size}, KV for {loaded.model.pool.capacity_tokens} tokens, "
-        f"at most {config.max_sessions} sessions, hints verified{metrics}, listening on {config.host}:{port}"
+        f"at most {config.max_sessions} sessions, hints {config.speculation}{metrics}, "
+        f"listening on {config.host}:{port}"
     )
 
 
@@ -69,7 +70,11 @@ async def serve(config: VerifierConfig, announce: Callable[[str], None]) -> int:
     """
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     counted = PrometheusObserver(
-        model=Path(config.model).name, device=config.device, dtype=config.dtype_name, version=version("draftwire")
+        model=Path(config.model).name,
+        device=config.device,
+        dtype=config.dtype_name,
+        version=version("draftwire"),
+        speculation=config.speculation,
     )
     with ExitStack() as stack:
         observer = _observer(config, counted, stack)
@@ -94,7 +99,7 @@ async def serve(config: VerifierConfig, announce: Callable[[str], None]) -> int:
         code = await ended
         event(log, logging.INFO, "draining", within_ms=config.drain_ms)
         await server.stop(config.drain_ms / 1000 if code == 0 else 0)
-        engine.stop()
+        await asyncio.to_thread(engine.stop)
         lag.cancel()
         with suppress(asyncio.CancelledError):
             await lag

@@ -40,12 +40,13 @@ class Worker:
         scheduler: Scheduler,
         on_failure: Callable[[DeviceFailure], None] = lambda failure: None,
         on_drop: Callable[[Session, str], None] = lambda session, why: None,
-        on_turn: Callable[[], None] = lambda: None,
+        on_turn: Callable[[bool], None] = lambda is_idle: None,
         observer: Observer | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`on_failure` is called once, if the thread has to end; `on_drop` for each session that goes, with the reason;
-        `on_turn` before and after every step and before every sleep. All on the worker's thread.
+        `on_turn` before and after every step and before every
+        sleep (True: nothing is to run). All on the worker's thread.
         """
         self.scheduler = scheduler
         self.steps = 0
@@ -80,21 +81,24 @@ class Worker:
             log.critical("the device thread ends: %s", failure, exc_info=not isinstance(error, DeviceFailure))
             self.failure = failure
             for session in list(self.scheduler.sessions()):
-                self.end_with(session, failure)
+                try:
+                    self.end_with(session, failure)
+                except Exception:  # nothing of a broken device may keep the others from being told
+                    log.exception("ending session %s failed", short_id(session.id))
             self._on_failure(failure)
-            self._on_turn()
+            self._on_turn(True)
             while self._run_commands(wait_s=None):  # whoever still asks is told
-                self._on_turn()
-        self._on_turn()
+                self._on_turn(True)
+        self._on_turn(True)
 
     def _serve(self) -> None:
         while self._run_commands(wait_s=0.0):
-            self._on_turn()
+            self._on_turn(False)
             started = self._clock()
             plan = self.scheduler.plan(started)
             if plan is not None:
                 self.run_step(plan, self._clock() - started)
-            self._on_turn()
+            self._on_turn(plan is None)
             if plan is None and not self._run_commands(wait_s=self._sleep_s()):
                 return
 
@@ -141,5 +145,7 @@ class Worker:
         """Forgets a session and frees its keys and values; once, however often it is called."""
         if self.scheduler.maybe_remove(session):
             session.is_dropped = True
-            self._model.release(session.slot)
-            self._on_drop(session, why)
+            try:
+                self._model.release(session.slot)
+            finally:
+                self._on_drop(session, why)

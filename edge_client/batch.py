@@ -77,7 +77,8 @@ def run_batch(config: ClientConfig, options: BatchOptions) -> int:
         return 130
     if batch.meter.failed:
         many = f"{batch.meter.failed} of {len(lines)} prompts"
-        print(f"edge-client: {many} failed: see error in {options.out}", file=sys.stderr)
+        again = "the others are kept: run again with --force to try these once more"
+        print(f"edge-client: {many} failed: see error in {options.out}; {again}", file=sys.stderr)
     return 1 if batch.meter.failed else 0
 
 
@@ -107,7 +108,8 @@ class Batch:
                 self.meter.begin(kept=len(journal.results))
                 await self._write_all(client, settings, journal)
                 write_output(options.out, self._lines, {**self._failures, **journal.results})
-                journal.remove()
+                if not self._failures:
+                    journal.remove()
             except _STOPPING as error:
                 raise type(error)(f"{error.message}{self.how_to_go_on()}", field=error.field) from error
             finally:
@@ -156,12 +158,16 @@ class Batch:
         """One text. As long as others of this batch are being written, there will be room: it waits on."""
         ids = client.encode(_content(settings, line), lambda: now)
 
+        had_place = False
+
         def on_open(_: int) -> None:
             self._open.add(line.index)
             self._opened += 1
+            nonlocal had_place
+            had_place = True
 
         while True:
-            had_room, opened_before = bool(self._open), self._opened
+            had_room, opened_before, had_place = bool(self._open), self._opened, False
             try:
                 result = await client.generate(
                     ids,
@@ -173,7 +179,9 @@ class Batch:
                     target_id=client.card.target_id,
                     on_open=on_open,
                 )
-            except Overloaded:
+            except Overloaded as error:
+                if had_place:  # not refused but ended: the prompt itself is too much
+                    raise SessionError(f"the verifier ended the text: {error.message}") from error
                 self._open.discard(line.index)
                 await asyncio.sleep(TRY_AGAIN_S)
                 if not had_room and self._opened == opened_before:

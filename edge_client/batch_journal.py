@@ -39,17 +39,17 @@ class Journal:
         try:
             with failures_named(path):
                 _lock(self._file, path)
+                self._file.seek(0)
+                content = self._file.read()
+                _check_is_journal(content, path)
                 if anew:
                     self._file.truncate(0)
-                self._file.seek(0)
-                self._take_up(self._file.read(), lines)
+                self._take_up(b"" if anew else content, lines)
         except BaseException:
             self.close()
             raise
 
     def _take_up(self, content: bytes, lines: Sequence[Line]) -> None:
-        if content[: len(START)] != START[: len(content)]:
-            raise ConfigError(f"{self.path} is no journal of a batch: move it away", field="out")
         rows, length = whole_rows(content, self.path)
         self._file.truncate(length)
         if not rows:
@@ -139,3 +139,9 @@ def _lock(file: BinaryIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(f"{path}: another batch is writing it", field="out") from error
+
+
+def _check_is_journal(content: bytes, path: Path) -> None:
+    """Whatever else has that name is not touched. Raises: ConfigError."""
+    if content[: len(START)] != START[: len(content)]:
+        raise ConfigError(f"{path} is no journal of a batch: move it away", field="out")

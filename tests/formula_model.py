@@ -153,6 +153,9 @@ class FormulaTarget:
         slot.clear()
         slot.is_released = True
 
+    def settle(self) -> None:
+        """See TargetModel: nothing is left to do."""
+
     def timing(self) -> Timing:
         """See TargetModel."""
         return Timing()
@@ -164,6 +167,10 @@ class FormulaTarget:
     def kv_use(self) -> KvUse:
         """See TargetModel."""
         return KvUse(total=self.free_pages)
+
+    def kv_room(self, slots: Sequence[PathSlot]) -> int:
+        """See TargetModel."""
+        return self.free_pages + sum(len(slot.pages) for slot in slots)
 
     def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
         """See TargetModel."""

@@ -87,7 +87,7 @@ async def serving(
     card = replace(loaded.card, limits=replace(loaded.card.limits, **{"max_wait_ms": 20, **limits}))
     target = model or TorchTarget(loaded.model.lm, loaded.model.context_size, kv_bytes)
     admission = AdmissionLimits(max_sessions=max_sessions, max_queue=max_queue)
-    options = {"admission": admission, "on_failure": on_failure, **(engine_options or {})}
+    options = {"absent_grace_ms": 0, "admission": admission, "on_failure": on_failure, **(engine_options or {})}
     engine = TorchEngine(target, Judge(loaded.valid_ids), card, **options)
     server = Server(card.limits.max_frame_bytes, streams, engine._observer.refused)
     bound = await server.start("127.0.0.1", port)

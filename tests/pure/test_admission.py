@@ -158,7 +158,9 @@ def test_at_any_time_places_and_queue_hold_what_a_slow_twin_says(seed: int) -> N
             leaver = held.pop(rng.randrange(len(held)))
             admission.leave(leaver, float(number))
             while queue and len(held) < limits.max_sessions:
-                principal, ticket = queue.pop(0)
+                least = min(held.count(principal) for principal, _ in queue)
+                place = next(n for n, (principal, _) in enumerate(queue) if held.count(principal) == least)
+                principal, ticket = queue.pop(place)
                 assert admission.next_to_enter() is ticket
                 held.append(principal)
             assert admission.next_to_enter() is None
@@ -198,20 +200,29 @@ def test_retry_after_grows_with_the_queue_and_stays_within_its_bounds() -> None:
 @pytest.mark.parametrize(("interval_s", "expected"), [(0.5, 5 * 500), (3.0, 5 * 3000), (100.0, MOST_RETRY_MS)])
 def test_retry_after_follows_how_fast_places_are_left(interval_s: float, expected: int) -> None:
     admission = Admission[Ticket](AdmissionLimits(max_sessions=100, max_queue=9))
-    for number in range(60):
-        entered(admission, "x")
-        admission.leave("a", number * interval_s)
     entered(admission, *["in"] * 100)
+    for number in range(60):
+        admission.leave("a", number * interval_s)
+        entered(admission, "x")
     queued(admission, 4)
     assert admission.retry_after_ms() == pytest.approx(expected, rel=0.05)
 
 
 def test_places_left_at_the_same_moment_do_not_bring_retry_after_below_its_bound() -> None:
-    admission = Admission[Ticket](AdmissionLimits())
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=1))
     for _ in range(200):
         entered(admission, "x")
         admission.leave("a", 5.0)
     assert admission.retry_after_ms() == LEAST_RETRY_MS
+
+
+def test_places_that_are_left_while_others_are_free_say_nothing_of_how_long_one_waits() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=2))
+    before = admission.retry_after_ms()
+    for number in range(200):
+        entered(admission, "x")
+        admission.leave("a", 30.0 * number)
+    assert admission.retry_after_ms() == before
 
 
 # ---------------------------------------------------------------- hint nodes
@@ -266,14 +277,15 @@ def test_each_principal_has_a_rate_of_its_own() -> None:
     assert admission.may_send("b", 40, 0.0)
 
 
-def test_whoever_has_gone_is_forgotten() -> None:
+def test_whoever_has_gone_is_forgotten_when_its_allowance_would_be_full_again() -> None:
     admission = bucket(10)
     for number in range(1000):
         entered(admission, "x", principal=str(number))
         admission.may_send(str(number), 40, 0.0)
         admission.leave(str(number), 0.0)
-    assert not admission._rates
     assert not admission._held
+    assert admission.may_send("new", 1, 4.0)
+    assert list(admission._rates) == ["new"]
 
 
 def test_a_principal_keeps_its_rate_while_one_of_its_sessions_is_there() -> None:
@@ -281,4 +293,88 @@ def test_a_principal_keeps_its_rate_while_one_of_its_sessions_is_there() -> None
     entered(admission, "x", "y")
     assert admission.may_send("a", 40, 0.0)
     admission.leave("a", 0.0)
+    assert not admission.may_send("a", 40, 0.0)
+
+
+# ---------------------------------------------------------------- fair to those who wait, and to those who share
+
+
+def test_of_those_who_wait_the_one_whose_principal_holds_fewest_places_enters_first_then_the_first_to_come() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=4, max_queue=9))
+    entered(admission, "1", "2", "3", principal="a")
+    entered(admission, "4", principal="b")
+    (a,) = entered(admission, "a", principal="a")
+    (b,) = entered(admission, "b", principal="b")
+    c, later_c = entered(admission, "c", "later c", principal="c")
+    served = []
+    for _ in range(4):  # held: a 2, b 1, c 0; then 1, 1, 1; then 1, 1, 1; then 0, 2, 1
+        admission.leave("a", 1.0)
+        served.append(admission.next_to_enter())
+        assert admission.next_to_enter() is None
+    assert served == [c, a, b, later_c]
+    assert (admission.held, admission.queued) == (4, 0)
+
+
+def test_one_that_floods_the_queue_keeps_nobody_else_waiting_for_more_than_a_place() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=3, max_queue=99))
+    entered(admission, *"123", principal="greedy")
+    entered(admission, *(str(n) for n in range(50)), principal="greedy")
+    others = [entered(admission, name, principal=name)[0] for name in ("b", "c")]
+    served = []
+    for _ in range(2):
+        admission.leave("greedy", 1.0)
+        served.append(admission.next_to_enter())
+    assert served == others
+
+
+def test_whose_turn_it_is_follows_the_places_as_they_are_now_not_as_they_were_when_it_came() -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=3, max_queue=9))
+    entered(admission, "1", "2", principal="a")
+    entered(admission, "3", principal="b")
+    (b,) = entered(admission, "b", principal="b")
+    (a,) = entered(admission, "a", principal="a")
+    admission.move("a", "b")
+    admission.leave("b", 1.0)  # a holds 1, b 1: the first to come
+    assert admission.next_to_enter() is b
+    admission.leave("a", 2.0)
+    assert admission.next_to_enter() is a
+
+
+@pytest.mark.parametrize("quiet_s", [60.0, 3600.0, 1e6])
+def test_a_place_that_is_left_after_a_long_quiet_time_does_not_make_anybody_wait_longer(quiet_s: float) -> None:
+    admission = Admission[Ticket](AdmissionLimits(max_sessions=10, max_queue=9))
+    entered(admission, *["in"] * 10)
+    for number in range(60):
+        admission.leave("a", number * 0.5)
+        entered(admission, "x")
+    for _ in range(10):
+        admission.leave("a", 30.0)
+    assert admission.held == 0
+    entered(admission, *["in"] * 10)  # after the quiet, all at once
+    admission.leave("a", 30.0 + quiet_s)
+    entered(admission, "in")
+    queued(admission, 4)
+    assert admission.retry_after_ms() <= 2 * 5 * 500
+
+
+def test_closing_and_opening_again_does_not_refill_the_allowance_of_hint_nodes() -> None:
+    admission = bucket(10)
+    taken = 0
+    for number in range(1000):  # ten seconds
+        entered(admission, "x")
+        taken += 8 * admission.may_send("a", 8, 100.0 + number * 0.01)
+        admission.leave("a", 100.0 + number * 0.01)
+    assert 40 + 10 * 10 - 8 <= taken <= 40 + 10 * 10 + 8
+    entered(admission, "x")
+    assert admission.may_send("a", 40, 120.0), "it fills with time all the same"
+
+
+def test_moving_to_another_connection_does_not_take_anothers_allowance_away() -> None:
+    admission = bucket(10)
+    entered(admission, "x", principal="a")
+    entered(admission, "y", principal="b")
+    assert admission.may_send("a", 40, 0.0)
+    admission.move("a", "b")
+    assert admission.may_send("b", 40, 0.0)
+    entered(admission, "x", principal="a")
     assert not admission.may_send("a", 40, 0.0)

@@ -18,7 +18,6 @@ from cloud_verifier.hint_choice import (
     Cost,
     choose_nodes,
     choose_nodes_slowly,
-    worth,
 )
 from shared.hint_trie import HintTrie, Node
 from shared.rejection import ROW_TOTAL, QRow
@@ -84,7 +83,7 @@ def reaches(candidates: Sequence[Candidate], taken: Taken) -> list[float]:
         for node in nodes:
             siblings = list((node.parent.children if node.parent else candidate.trie.children).values())
             before = reach[id(node.parent)] if node.parent else 1.0
-            reach[id(node)] = before * worth(candidate, node, depth_of(node), siblings.index(node))
+            reach[id(node)] = before * candidate.worth(node, depth_of(node), siblings.index(node))
         found += reach.values()
     return sorted(found)
 

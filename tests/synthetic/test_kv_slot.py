@@ -771,3 +771,50 @@ def test_rows_that_nobody_checked_leave_nothing_that_is_not_finite(target: Torch
     for layer in range(LAYERS):
         second.length = 48
         assert all(bool(part.isfinite().all()) for part in target.pool.content(second, layer))
+
+
+def test_a_compaction_without_memory_empties_the_slots_it_was_for(
+    target: TorchTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Once wrong: the moves were forgotten, and the slot went on with rows of refused hints.
+    slot, other = fed_slot(target, TEXT[:20]), fed_slot(target, TEXT[40:60])
+    before = content(target.pool, other)
+    assert slot.try_reserve(4)
+    target.forward([RowInput(slot, TEXT[20:24], (-1, -1, 1, 2), range(4))])
+    slot.keep([1, 2, 3])
+    slot.seal([*TEXT[:20], *TEXT[21:24]])
+
+    def no_memory(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_select", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            target.pool.settle()
+    assert (slot.length, len(slot.pages)) == (0, 0)
+    assert target.new_slot().adopt(TEXT[:40]) == 0, "nobody finds what was not finished"
+    assert same_bits(content(target.pool, other), before)
+    target.pool.check_integrity()
+
+
+def test_compactions_wait_for_each_other_and_for_whoever_reads(target: TorchTarget) -> None:
+    """Two slots accept paths in one step; one is sealed and shared, the other rolled back, before anything moves."""
+    slots = [fed_slot(target, TEXT[:29]), fed_slot(target, TEXT[60:77])]
+    for slot in slots:
+        assert slot.try_reserve(6)
+    target.forward([RowInput(slot, TEXT[50:56], (-1, -1, 1, 1, 3, 4), range(6)) for slot in slots])
+    for slot in slots:
+        slot.keep([1, 3, 4, 5])
+    path = [TEXT[51], *TEXT[53:56]]
+    texts = [[*TEXT[:29], *path], [*TEXT[60:77], *path]]
+    slots[0].seal(texts[0])
+    shared = target.new_slot()
+    assert shared.adopt([*texts[0], 7]) == 32
+    slots[1].roll_back(19)
+    feed(target, slots[1], [5, 6])
+    for slot, ids in ((slots[0], texts[0]), (shared, texts[0][:32]), (slots[1], [*texts[1][:19], 5, 6])):
+        fresh = fed_slot(target, ids)
+        for ours, own in zip(content(target.pool, slot), content(target.pool, fresh), strict=True):
+            for a, b in zip(ours, own, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        target.release(fresh)

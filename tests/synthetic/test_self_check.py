@@ -141,12 +141,12 @@ def of_the_first_row(gather: Any) -> Any:
 
 
 def not_moved(move: Any) -> Any:
-    return lambda pool, source, target: None
+    return lambda pool, slot, source, target: None
 
 
 def one_layer_moved(move: Any) -> Any:
-    def moved(pool: Any, source: Any, target: Any) -> None:
-        move(pool, source, target)
+    def moved(pool: Any, slot: Any, source: Any, target: Any) -> None:
+        move(pool, slot, source, target)
         whole, pool._stacks = pool._stacks, [pool._stacks[0][:1]]
         pool.settle()
         pool._stacks = whole
@@ -299,3 +299,21 @@ def test_rows_of_one_step_do_not_touch_each_other(one_torch_thread: None) -> Non
         for one, scores in zip(order, together, strict=True):
             alone = target.forward([row(target.new_slot(), len(one.ids) - 6)])
             torch.testing.assert_close(scores, alone, rtol=0, atol=1e-4)
+
+
+def test_scores_that_are_not_numbers_in_a_batch_alone_are_refused(
+    monkeypatch: pytest.MonkeyPatch, one_torch_thread: None
+) -> None:
+    # Once wrong: max() of a number and NaN is the number, so only NaN in the first check was seen.
+    target = build("Llama")
+    forward = TorchTarget.forward
+
+    def spoilt(self: TorchTarget, rows: Any) -> torch.Tensor:
+        scores = forward(self, rows).clone()
+        if len(rows) > 1:
+            scores[-1, 0] = float("nan")
+        return scores
+
+    monkeypatch.setattr(TorchTarget, "forward", spoilt)
+    with pytest.raises(ModelLoadError, match="self-check failed"):
+        self_check(target, 1e-4)

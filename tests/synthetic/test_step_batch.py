@@ -227,7 +227,9 @@ def alone(member: Member) -> list[Commit]:
         session.hint(chain(guest, [node.token for node in nodes], rows=tuple(node.row for node in nodes if node.row)))
         fed = tuple(session.ids[session.slot.length :])
         assert session.slot.try_reserve(len(fed) + len(nodes))
-        row = PlannedRow(session, fed, tuple(session.trie.nodes()), session.trie.highest_number, 0, True)
+        row = PlannedRow(
+            session, fed, tuple(session.trie.nodes()), session.trie.highest_number, 0, True, session.slot.length
+        )
         desk.worker.run_step(StepPlan((row,)))
         assert len(row.nodes) == len(nodes)
     return guest.sink.commits

@@ -332,7 +332,7 @@ async def test_a_prompt_that_fails_in_itself_is_a_line_with_its_error_and_the_ot
     assert "too long" in found[1]["error"]["message"]
     assert found[2]["error"]["field"] == "logit_bias"
     assert "2 of 4 prompts failed" in capsys.readouterr().err
-    assert not out.with_name("out.partial").exists()
+    assert texts_kept(out) == 2
 
 
 async def test_another_target_in_mid_run_is_refused_rather_than_mixed(
@@ -553,3 +553,65 @@ async def test_a_text_given_up_before_its_open_is_answered_is_closed_when_it_is(
             await text
         await neighbour.rest()
         await running.settled(lambda: running.sessions == 1)
+
+
+# ---------------------------------------------------------------- a text that loses its room
+
+VICTIM = 19
+"""max_new_tokens of the text that is ended: how the verifier's side tells it from the others."""
+
+
+def end_in_mid_text(running: Running, ended: list[Any], most: int) -> None:
+    """The verifier ends the text with max_new_tokens VICTIM, whenever it has begun, as if it had no memory for it.
+
+    After `most` times it is let through, that a client which tries for ever ends too.
+    """
+    forward = running.model.forward
+
+    def watched(*args: Any, **named: Any) -> Any:
+        for session in list(running.engine._sessions.values()):
+            is_due = session.opened_with.max_new_tokens == VICTIM and session.length > len(session.opened_with.ids)
+            if is_due and session not in ended and len(ended) < most:
+                ended.append(session)
+                told = Overloaded("the device has no memory for this session's step")
+                running.engine.submit(lambda session=session, told=told: running.engine.end_with(session, told))
+        return forward(*args, **named)
+
+    running.model.forward = watched
+
+
+@pytest.mark.parametrize("concurrency", ["1", "4"])
+async def test_a_text_that_the_verifier_ends_for_want_of_memory_is_its_lines_error_and_is_tried_again_when_asked(
+    loaded_tiny: LoadedTarget,
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    concurrency: str,
+) -> None:
+    monkeypatch.setattr(batch, "TRY_AGAIN_S", 0.02)
+    prompts = [PROMPTS[0], {"prompt": "the other", "id": "victim", "max_new_tokens": VICTIM}, PROMPTS[1], PROMPTS[11]]
+    source, whole, out = written(tmp_path, prompts), tmp_path / "whole", tmp_path / "out"
+    more, ended, opened = ("--concurrency", concurrency), list[Any](), list[Any]()
+    async with serving(loaded_tiny) as running:
+        assert await run(running, tiny_pair, source, whole, *more) == 0
+        expected = rows(whole)
+        assert expected[1]["generated_tokens"] == VICTIM
+        end_in_mid_text(running, ended, most=12)
+        async with asyncio.timeout(60):
+            assert await run(running, tiny_pair, source, out, *more) == 1
+        assert 1 <= len(ended) < 12
+        assert "1 of 4 prompts failed" in capsys.readouterr().err
+        found = rows(out)
+        assert [found[0], *found[2:]] == [expected[0], *expected[2:]]
+        assert set(found[1]) == {"id", "error"}
+        assert (found[1]["id"], found[1]["error"]["class"]) == ("victim", "SessionError")
+        assert "no memory for this session" in found[1]["error"]["message"]
+        assert texts_kept(out) == 3
+
+        del running.model.forward  # from now on it has room
+        count_opens(running, opened)
+        assert await run(running, tiny_pair, source, out, *more, "--force") == 0
+    assert [frame.max_new_tokens for frame in opened] == [VICTIM]
+    assert out.read_bytes() == whole.read_bytes()
+    assert not out.with_name("out.partial").exists()

@@ -19,7 +19,7 @@ from shared.randomness import ids_digest
 from shared.sampling import GREEDY, SamplingParams
 from shared.types import Close, Epoch, Fault, Finished, Opened, Pace, PaceKind, Resume, SessionId
 from tests.oracle import PlainTarget
-from tests.rig import RawStream, open_frame, raw, serving
+from tests.rig import RawStream, Running, open_frame, raw, serving
 
 EPOCH = Epoch(0)
 PROMPT = (70, 71, 72)
@@ -214,3 +214,116 @@ async def test_logs_name_sessions_by_their_short_ids_only(
             assert not any(form in line for form in shown)
     for name in ("session_opened", "session_resumed", "session_ended", "session_failed", "session_detached"):
         assert name in caplog.text
+
+
+# ---------------------------------------------------------------- share keys
+
+KEY, OTHER_KEY = b"k" * 16, b"o" * 64
+"""The shortest and the longest that count."""
+NO_KEYS = [b"", b"k" * 15, b"k" * 65]
+
+
+async def reused_under(
+    loaded: LoadedTarget, running: Running, stub: verifier_pb2_grpc.VerifierStub, key: bytes, ids: tuple[int, ...]
+) -> int:
+    """How much of a context was there already for a session with this share key, which then ends and is forgotten."""
+    stream = RawStream(stub, key)
+    opened = await stream.open(open_frame(loaded, ids, max_new_tokens=1))
+    await stream.until(Finished)
+    await stream.send(Close(EPOCH, len(ids)))
+    while await stream.receive() is not None:
+        pass
+    await running.settled(lambda: opened.session_id not in running.engine._sessions)
+    return opened.reused_tokens
+
+
+@pytest.mark.parametrize("key", NO_KEYS, ids=len)
+async def test_without_a_key_of_a_valid_length_nothing_is_found_again_even_on_the_same_connection(
+    loaded_tiny: LoadedTarget, key: bytes
+) -> None:
+    async with serving(loaded_tiny) as running, raw(running, is_alone=True) as stub:
+        for _ in range(3):
+            assert await reused_under(loaded_tiny, running, stub, key, LONG) == 0
+        assert await reused_under(loaded_tiny, running, stub, KEY, LONG) == 0, "nor by one that has a key"
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER_KEY], ids=len)
+async def test_what_one_key_has_computed_is_found_under_that_key_and_connection_only(
+    loaded_tiny: LoadedTarget, key: bytes
+) -> None:
+    others = [other for other in (KEY, OTHER_KEY, b"o" * 63 + b"p", *NO_KEYS) if other != key]
+    async with (
+        serving(loaded_tiny) as running,
+        raw(running, is_alone=True) as owner,
+        raw(running, is_alone=True) as stranger,
+    ):
+        assert await reused_under(loaded_tiny, running, owner, key, LONG) == 0
+        for other in others:
+            assert await reused_under(loaded_tiny, running, owner, other, LONG) == 0
+        assert await reused_under(loaded_tiny, running, stranger, key, LONG) == 0
+        assert await reused_under(loaded_tiny, running, owner, key, LONG) == 64
+
+
+async def test_keys_share_no_pages_while_their_sessions_are_at_work_either(
+    loaded_tiny: LoadedTarget, plain: PlainTarget
+) -> None:
+    async with serving(loaded_tiny) as running, raw(running, is_alone=True) as stub:
+        streams = [RawStream(stub, key) for key in (KEY, OTHER_KEY, b"", b"", KEY)]
+        reused = []
+        for stream in streams:
+            opened = await stream.open(open_frame(loaded_tiny, LONG, run_ahead=2))
+            reused.append(opened.reused_tokens)
+            session = running.engine._sessions[opened.session_id]
+            await running.settled(lambda session=session: session.credit == 0)
+            await running.commands_done()
+        assert reused == [0, 0, 0, 0, 64]
+        assert running.model.pool.table.shared == 4
+        for stream in streams:
+            await stream.send(Pace(EPOCH, PaceKind.RUN_ON, 256, len(LONG)))
+            assert await stream.rest() == plain.ids(LONG, 16, GREEDY)
+
+
+async def refused_under(
+    stub: verifier_pb2_grpc.VerifierStub, frame: Resume, key: bytes
+) -> tuple[Fault, grpc.StatusCode, str]:
+    """How a resume with this share key is refused: all that its sender gets to see."""
+    stream = RawStream(stub, key)
+    await stream.send(frame)
+    fault = await stream.fault()
+    return fault, await stream.status(), await stream.call.details()
+
+
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "detached"])
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [(KEY, [b"", b"k" * 15, OTHER_KEY, b"k" * 17, b"k" * 15 + b"l"]), (b"", [KEY, OTHER_KEY])],
+    ids=["a key", "no key"],
+)
+async def test_a_session_is_resumed_with_its_own_key_and_is_unknown_to_any_other(
+    loaded_tiny: LoadedTarget, plain: PlainTarget, key: bytes, wrong: list[bytes], is_attached: bool
+) -> None:
+    async with (
+        serving(loaded_tiny) as running,
+        raw(running, is_alone=True) as owner,
+        raw(running, is_alone=True) as other,
+    ):
+        stream = RawStream(owner, key)
+        opened = await stream.open(open_frame(loaded_tiny, PROMPT, run_ahead=0))
+        session = running.engine._sessions[opened.session_id]
+        if not is_attached:
+            stream.call.cancel()
+            await running.settled(lambda: session.detached_at is not None)
+        holder = session.sink
+        for stub in (owner, other):
+            unknown = await refused_under(stub, resume(bytes(16)), wrong[0])
+            assert unknown[0].error == "SessionNotFound"
+            for bad in wrong:
+                assert await refused_under(stub, resume(opened.session_id), bad) == unknown
+                # nor does a wrong key tell whether the ids would have been right
+                assert await refused_under(stub, replace(resume(opened.session_id), digest=bytes(16)), bad) == unknown
+        assert session.sink is holder, "whoever was refused took nothing from the owner"
+        again = RawStream(other, key)
+        resumed = await again.open(resume(opened.session_id))
+        assert (resumed.session_id, resumed.seed) == (opened.session_id, opened.seed)
+        await again.send(Pace(EPOCH, PaceKind.RUN_ON, 256, 3))
+        assert await again.rest() == plain.ids(PROMPT, 16, GREEDY)
