@@ -285,7 +285,9 @@ def _measured_shape(name: str, settings: Settings, clock: TimeBudget, _: int = 0
     cell["load_s"] = round(time.monotonic() - began, 1)
     for identity in clock.cells([f"{name}: identity"], partial(_identity, bed)):
         cell["identity"] = identity
-        clock.failed += [f"{name}: {identity['bugs']} ids are not the target's own"] if identity["bugs"] else []
+        clock.failed += list(_identity_problems(name, identity, SELF_CHECK_TOLERANCE[settings.dtype]))
+    if "identity" not in cell:
+        clock.failed.append(f"{name}: identity was not measured")
     cell |= _speeds(bed, name)
     if settings.is_compiled:
         bed.target.lm.compile()
@@ -317,6 +319,15 @@ def _speeds(bed: Bed, name: str) -> Cell:
 # ---------------------------------------------------------------- identity
 
 
+def _identity_problems(name: str, identity: Cell, tolerance: float) -> Iterator[str]:
+    """A batched forward that is wrong makes d large, and a large d explains anything: so it is bounded itself."""
+    if identity["bugs"]:
+        yield f"{name}: {identity['bugs']} ids are not the target's own"
+    if not identity["relative_difference"] <= tolerance:
+        found = identity["relative_difference"]
+        yield f"{name}: scores of a batch differ by {found}, which is more than rounding does ({tolerance})"
+
+
 def _identity(bed: Bed, _: int) -> Cell | None:
     """Texts written in one batch with hints, held to the target alone; and a streamed run held to itself."""
     scripts = bed.scripts(IDENTITY_SESSIONS, KINDS)
@@ -342,6 +353,7 @@ def _identity(bed: Bed, _: int) -> Cell | None:
         "flips": sum(len(report.flips) for report in reports),
         "widest_gap": float(f"{max(report.widest_gap for report in reports):.3g}"),
         "d": float(f"{max(report.largest_difference for report in reports):.3g}"),
+        "relative_difference": float(f"{max(report.relative_difference for report in reports):.3g}"),
         "bugs": sum(len(report.bugs) for report in reports),
         "same_as_streamed": _same(hinted, first),
         "control_same": _same(again, first),

@@ -61,6 +61,10 @@ class TieReport:
     """Places whose id d does not explain."""
     widest_gap: float
     """Largest (noised) gap among the flips, 0 without."""
+    relative_difference: float
+    """Root mean square of that difference over that of the raw scores: rounding keeps it small, a wrong mask does not.
+
+    d explains nothing if this is beyond what the self-check allows."""
 
 
 def check_text(
@@ -79,18 +83,22 @@ def check_text(
     """
     single, several = rows_of(target, context, ids, 1), rows_of(target, context, ids, at_a_time, sessions)
     counts, d = Counts.of(context, len(context)), 0.0
+    squares = wrong = 0.0
     odd: list[tuple[int, Place]] = []
     for index, (row, other, token) in enumerate(zip(single, several, ids, strict=True)):
         asked = counts.with_path([]) if params.has_penalties else None
         place = Place(row, params, seed, len(context) + index, asked, valid)
         d = max(d, _difference(place.scores(), replace(place, row=other).scores()))
+        squares += float(np.square(row, dtype=np.float64).mean())
+        wrong += float(np.square(row.astype(np.float64) - other).mean())
         if place.choice() != token:
             odd.append((index, place))
         counts.add(token)
     flips = [(index, noised_gap(place, ids[index])) for index, place in odd if is_explained(place, ids[index], d)]
     explained = tuple(index for index, _ in flips)
     bugs = tuple(index for index, _ in odd if index not in explained)
-    return TieReport(len(ids), d, explained, bugs, max((gap for _, gap in flips), default=0.0))
+    relative = float(np.sqrt(wrong / squares)) if squares else 0.0
+    return TieReport(len(ids), d, explained, bugs, max((gap for _, gap in flips), default=0.0), relative)
 
 
 def is_explained(place: Place, token: int, d: float) -> bool:

@@ -13,6 +13,7 @@ import bench.__main__
 from bench import gpu_check
 from bench.gpu_check import TimeBudget
 from bench.near_tie import TieReport
+from cloud_verifier.target_model import TorchTarget
 
 OPTIONS = ["--shapes", "tiny", "--device", "cpu", "--tokens", "12", "--sessions", "1,3", "--batches", "1,3"]
 
@@ -71,7 +72,7 @@ def test_the_share_of_wrong_hints_is_what_is_accepted(
 ) -> None:
     """Some 500 hints of which a fifth is wrong, all verified: within 0.08 but for one set of seeds in 10^5."""
     monkeypatch.setattr(gpu_check, "StepCost", gpu_check.FreeTokens)
-    monkeypatch.setattr(gpu_check, "_identity", lambda bed, _: {"bugs": 0})
+    monkeypatch.setattr(gpu_check, "_identity", lambda bed, _: {"bugs": 0, "relative_difference": 0.0})
     result = checked(capsys, "--sessions", "6", "--tokens", "100", "--batches", "1")
     assert result["shapes"][0]["rates"][0]["hinted"]["acceptance"] == pytest.approx(0.8, abs=0.08)
 
@@ -94,7 +95,8 @@ def test_a_run_is_cut_in_the_middle_and_the_rest_is_said(
         return written(bed, *rest)
 
     monkeypatch.setattr(gpu_check, "_written", slow)
-    result = checked(capsys)
+    result = checked(capsys, code=1)
+    assert result["failed"] == ["tiny: identity was not measured"]
     (shape,) = result["shapes"]
     assert ("identity" in shape, shape["steps"], shape["rates"]) == (False, [], [])
     assert result["skipped"][0].startswith("tiny: identity: cut after")
@@ -163,3 +165,21 @@ def test_options_out_of_range_are_refused(options: list[str], word: str, capsys:
 def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([*OPTIONS, "--device", "cuda"]) == 1
     assert "sees no CUDA device" in capsys.readouterr().err
+
+
+def test_a_batch_that_differs_by_more_than_rounding_is_a_failure_even_if_it_explains_every_flip(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Once wrong: d was measured with the very forward that was in doubt, and a wrong one made it large.
+    forward = TorchTarget.forward
+
+    def spoilt(self: TorchTarget, rows: Any) -> torch.Tensor:
+        scores = forward(self, rows).clone()
+        return (
+            scores + torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)) if len(rows) > 1 else scores
+        )
+
+    monkeypatch.setattr(gpu_check, "_self_check", lambda bed, _: {})
+    monkeypatch.setattr(TorchTarget, "forward", spoilt)
+    result = checked(capsys, code=1)
+    assert any("more than rounding does" in each for each in result["failed"])
