@@ -63,7 +63,7 @@ class Server:
         """Listens, not serving yet; returns the port. Raises: ConfigError if the port cannot be had."""
         check_free(host, port)
         try:
-            bound = self._grpc.add_insecure_port(f"{host}:{port}")
+            bound = self._grpc.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: the port is in use or not allowed") from error
         await self.set_serving(False)
