@@ -118,7 +118,7 @@ class Admission(Generic[Ticket]):
         if self._last_left is not None and was_full:
             interval_s = min(now - self._last_left, MOST_RETRY_MS / 1000)
             self._interval_s = 0.8 * self._interval_s + 0.2 * interval_s
-        self._last_left = now
+        self._last_left = now if was_full else None  # while places are free nobody's leaving says how long they last
 
     def move(self, old: str, new: str) -> None:
         """A session goes on under another principal: its device came back on another connection."""

@@ -122,7 +122,7 @@ async def test_the_real_pair_writes_the_targets_own_ids(
                 assert result.text == device.tokenizer.decode(result.ids)
                 accepted += result.report.usage.accepted_tokens
                 committed += len(truth)
-                if precision == "fp32":  # a step is an id behind the prompt, or 8 accepted ids and a bonus id
+                if precision == "fp32":  # all is accepted; how much of a hint is verified follows from what steps cost
                     assert sum(not piece.is_accepted for piece in result.pieces) <= result.report.usage.steps
-                    assert result.report.usage.steps <= 2 + len(truth) // 8
-    assert accepted / committed > (0.85 if precision == "fp32" else 0.5)
+                    assert result.report.usage.steps <= 2 + len(truth) // 3
+    assert accepted / committed > (0.7 if precision == "fp32" else 0.5)

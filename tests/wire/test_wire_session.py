@@ -360,7 +360,8 @@ async def test_a_displaced_device_learns_it_whether_it_reads_or_writes(loaded_ti
         device = await transport.connect(Traffic())
         await device.send(open_frame(loaded_tiny, PROMPT, run_ahead=0))
         opened = await device.receive()
-        newer = RawStream(stub)
+        ((_, share_key),) = transport._metadata
+        newer = RawStream(stub, share_key)
         await newer.open(Resume(opened.session_id, EPOCH, 3, ids_digest(PROMPT)))  # type: ignore[union-attr]
         async with asyncio.timeout(PATIENCE_S):
             await device._call.code()
