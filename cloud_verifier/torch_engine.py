@@ -10,8 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,8 +22,8 @@ from cloud_verifier.scheduler import Scheduler, StepBudget
 from cloud_verifier.sessions import Session
 from cloud_verifier.step_cost import StepCost
 from cloud_verifier.target_model import TargetModel
+from cloud_verifier.torch_stream import Mailbox, QueueSink, TorchStream
 from cloud_verifier.worker import Worker
-from shared.codec import fault_of
 from shared.errors import (
     DeviceFailure,
     DraftwireError,
@@ -40,15 +39,11 @@ from shared.errors import (
 from shared.types import (
     PROTOCOL_VERSION,
     Close,
-    DownFrame,
     Draining,
     Edit,
-    Fault,
-    Finished,
     Hint,
     ModelCard,
     Open,
-    Opened,
     Pace,
     Reason,
     Resume,
@@ -60,135 +55,9 @@ log = logging.getLogger("draftwire.engine")
 
 T = TypeVar("T")
 
-MAX_UNHANDLED_FRAMES = 64
-MAX_UNREAD_FRAMES = 4096
 DRAIN_LOOK_S = 0.02
 GAUGES_EVERY_S = 0.25
 STOPPING = "the verifier is going away"
-
-
-class Mailbox:
-    """Takes calls from the worker's thread to the event loop, in order, waking it once for many.
-
-    Waking the loop lets it take the interpreter from the worker, so that is left for a good moment: `flush`.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._is_called = False
-
-    def post(self, act: Callable[[], None]) -> None:
-        """Runs `act` on the event loop, some time after the next `flush`."""
-        self._waiting.append(act)
-
-    def flush(self) -> None:
-        """Wakes the event loop if anything waits for it."""
-        if self._waiting and not self._is_called and not self._loop.is_closed():
-            self._is_called = True
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._is_called = False  # before looking: what is flushed from here on calls again
-        while self._waiting:
-            self._waiting.popleft()()
-
-
-class _Ended:
-    """The last thing in a stream's queue."""
-
-    def __init__(self, error: DraftwireError | None) -> None:
-        self.error = error
-
-
-class _QueueSink:
-    """Carries frames from the worker's thread to the event loop."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.queue: asyncio.Queue[DownFrame | _Ended] = asyncio.Queue()
-        self._mailbox = mailbox
-        self._is_overrun = False
-
-    def send(self, frame: DownFrame) -> None:
-        self._put(frame)
-
-    def end(self, error: DraftwireError | None) -> None:
-        self._put(_Ended(error))
-
-    def call(self, act: Callable[[], None]) -> None:
-        """Runs `act` on the event loop. From any thread."""
-        self._mailbox.post(act)
-
-    def _put(self, item: DownFrame | _Ended) -> None:
-        self.call(lambda: self._deliver(item))
-
-    def _deliver(self, item: DownFrame | _Ended) -> None:
-        """Credit bounds commits; this bounds the rest for a device that asks and does not read."""
-        if self.queue.qsize() < MAX_UNREAD_FRAMES:
-            self.queue.put_nowait(item)
-        elif not self._is_overrun:
-            self._is_overrun = True
-            self.queue.put_nowait(_Ended(Overloaded(f"{MAX_UNREAD_FRAMES} frames were not read: the stream ends")))
-
-
-class TorchStream:
-    """An EngineStream of TorchEngine."""
-
-    def __init__(self, engine: TorchEngine, session: Session, sink: _QueueSink, opened: Opened) -> None:
-        self.opened = opened
-        self._engine, self._session, self._sink = engine, session, sink
-        self._room = asyncio.Semaphore(MAX_UNHANDLED_FRAMES)
-        self._is_half_closed = False
-
-    async def frames(self) -> AsyncIterator[DownFrame]:
-        """See EngineStream."""
-        while True:
-            item = await self._sink.queue.get()
-            if not isinstance(item, _Ended):
-                yield item
-                if isinstance(item, Finished) and self._is_half_closed:
-                    return
-            elif item.error is not None:
-                raise item.error
-            else:
-                return
-
-    async def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
-        """See EngineStream."""
-        await self._room.acquire()
-        received_at = self._engine.now()
-        self._engine.submit(lambda: self._handle(frame, received_at))
-
-    def finish_writing(self) -> None:
-        """See EngineStream."""
-        self._is_half_closed = True
-        self._engine.submit(self._end_if_finished)
-
-    def _end_if_finished(self) -> None:
-        """(worker) Behind all frames that were sent before."""
-        if self._session.finished is not None and self._session.sink is self._sink:
-            self._sink.end(None)
-
-    def _handle(self, frame: Hint | Edit | Score | Pace | Close, received_at: float) -> None:
-        """(worker)"""
-        self._sink.call(self._room.release)
-        if self._session.sink is not self._sink:
-            return
-        try:
-            self._engine.handle(self._session, frame, received_at)
-        except DraftwireError as error:
-            self._sink.send(fault_of(error, type(frame).__name__.lower()))
-        except Exception as error:  # one session's trouble stays one session's
-            log.exception("a frame of session %s failed", short_id(self._session.id))
-            self._engine.end_with(self._session, LocalProtocolError(f"internal error: {error!r}"))
-
-    def refuse(self, fault: Fault) -> None:
-        """See EngineStream."""
-        self._engine.submit(lambda: self._sink.send(fault))
-
-    def detach(self) -> None:
-        """See EngineStream."""
-        self._engine.detach(self._session, self._sink)
 
 
 @dataclass(eq=False)
@@ -198,7 +67,7 @@ class _Waiting:
     frame: Open
     principal: str
     share_key: bytes
-    sink: _QueueSink
+    sink: QueueSink
     settle: Callable[[TorchStream | DraftwireError], None]
 
 
@@ -270,7 +139,7 @@ class TorchEngine:
         self._check_open(frame)
         waiting: list[_Waiting] = []
 
-        def act(sink: _QueueSink, settle: Callable[[TorchStream | DraftwireError], None]) -> None:
+        def act(sink: QueueSink, settle: Callable[[TorchStream | DraftwireError], None]) -> None:
             waiting.append(_Waiting(frame, principal, share_key, sink, settle))
             self._enter(waiting[0])
 
@@ -290,7 +159,7 @@ class TorchEngine:
     async def drain(self, within_ms: int) -> None:
         """See Engine."""
 
-        def begin(_: _QueueSink, settle: Callable[[None], None]) -> None:
+        def begin(_: QueueSink, settle: Callable[[None], None]) -> None:
             self._is_draining = True
             for waiting in iter(self._admission.next_queued, None):
                 self._observer.refused("draining")
@@ -300,10 +169,10 @@ class TorchEngine:
                     session.sink.send(Draining(within_ms))
             settle(None)
 
-        def look(_: _QueueSink, settle: Callable[[int], None]) -> None:
+        def look(_: QueueSink, settle: Callable[[int], None]) -> None:
             settle(sum(1 for session in self._attached() if session.finished is None))
 
-        def end(_: _QueueSink, settle: Callable[[None], None]) -> None:
+        def end(_: QueueSink, settle: Callable[[None], None]) -> None:
             for session in self._attached():
                 if session.sink is not None:
                     session.sink.end(VerifierUnavailable(STOPPING))
@@ -325,13 +194,13 @@ class TorchEngine:
         """Runs a command on the worker's thread."""
         self.worker.submit(command)
 
-    async def _on_worker(self, act: Callable[[_QueueSink, Callable[[T | DraftwireError], None]], None]) -> T:
+    async def _on_worker(self, act: Callable[[QueueSink, Callable[[T | DraftwireError], None]], None]) -> T:
         """Runs `act` on the worker's thread; it settles the result, at once or later. Errors it raises settle too."""
         if self.worker.failure is not None:
             raise self.worker.failure
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop))
-        sink, result = _QueueSink(mailbox), loop.create_future()
+        sink, result = QueueSink(mailbox), loop.create_future()
 
         def settle(value: T | DraftwireError) -> None:
             mailbox.post(lambda: _settle(result, value))
@@ -454,7 +323,7 @@ class TorchEngine:
         )
         session.finish_if_ended()
 
-    def _resume(self, frame: Resume, principal: str, share_key: bytes, sink: _QueueSink) -> TorchStream:
+    def _resume(self, frame: Resume, principal: str, share_key: bytes, sink: QueueSink) -> TorchStream:
         """(worker)"""
         session = self._sessions.get(frame.session_id)
         is_theirs = session is not None and secrets.compare_digest(session.share_key, share_key)
@@ -507,7 +376,7 @@ class TorchEngine:
             sink.end(None)
         self._forget(session, "finished" if was_finished else "cancelled")
 
-    def detach(self, session: Session, sink: _QueueSink) -> None:
+    def detach(self, session: Session, sink: QueueSink) -> None:
         """The stream is gone: the session waits for its lease, unless a newer stream has it. On the event loop."""
 
         def command() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from cloud_verifier.loading import LoadedTarget
-from cloud_verifier.torch_engine import MAX_UNREAD_FRAMES
+from cloud_verifier.torch_stream import MAX_UNREAD_FRAMES
 from shared.types import Commit, Edit, Epoch, Finished, Hint, Pace, PaceKind, Reason
 from tests.rig import RawStream, open_frame, raw, serving
 
