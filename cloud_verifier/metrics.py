@@ -149,7 +149,7 @@ class PrometheusObserver:
         sessions = sound("sessions", report.sessions)
         committed = sound("committed", report.committed)
         accepted = self._within("accepted", report.accepted, committed)
-        judged = sessions if report.judged_rows is None else sound("judged_rows", report.judged_rows)
+        judged = sound("judged_rows", report.judged_rows)
         dry = sound("dry_rows", report.dry_rows)
         nodes = sound("nodes", report.nodes)
         prefill = sound("prefill_tokens", report.prefill_tokens)

@@ -45,8 +45,8 @@ class StepReport:
     """Deciding ids, reading the scores back included."""
     commit_s: float
     """Keeping or rolling back rows, committing ids, emitting frames."""
-    judged_rows: int | None = None
-    """Rows that decided ids; None (not told): all of them."""
+    judged_rows: int
+    """Rows that decided ids."""
 
     @property
     def whole_s(self) -> float:
@@ -148,10 +148,10 @@ class NoObserver:
 
 
 class GuardedObserver:
-    """Stands before an observer that may fail: what it raises is logged once per method and goes no further."""
+    """Stands before observers that may fail: what they raise is logged once per method and goes no further."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
         self._failed: set[str] = set()
 
     def step(self, report: StepReport) -> None:
@@ -191,9 +191,10 @@ class GuardedObserver:
         self._tell("gauges", g)
 
     def _tell(self, name: str, *told: object) -> None:
-        try:
-            getattr(self._observer, name)(*told)
-        except Exception:  # whatever it is: a figure is lost, no session is
-            if name not in self._failed:
-                self._failed.add(name)
-                log.exception("the observer failed in %s; what more fails there is not logged", name)
+        for observer in self._observers:
+            try:
+                getattr(observer, name)(*told)
+            except Exception:  # whatever it is: a figure is lost, no session is
+                if name not in self._failed:
+                    self._failed.add(name)
+                    log.exception("the observer failed in %s; what more fails there is not logged", name)

@@ -174,7 +174,11 @@ class Session:
         if frame.base_digest is not None and not frame.base_node and self.is_base_unchecked:
             self._check_base(frame.base_position, frame.base_digest)
         self.ack = max(self.ack, frame.ack)
-        fresh = self.trie.insert(frame, self.ids) if is_welcome else self.trie.refuse(frame)
+        fresh = 0
+        if is_welcome:
+            fresh = self.trie.insert(frame, self.ids)
+        else:
+            self.trie.refuse(frame)
         self.usage = replace(self.usage, hint_nodes=self.usage.hint_nodes + len(frame.ids))
         return fresh
 

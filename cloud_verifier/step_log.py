@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from cloud_verifier.reports import NoObserver, Observer, StepReport
+from cloud_verifier.reports import NoObserver, StepReport
 from shared.errors import ConfigError
 
 
@@ -31,17 +31,3 @@ class StepLog(NoObserver):
     def close(self) -> None:
         """Nothing more is written."""
         self._file.close()
-
-
-class AlsoSteps(NoObserver):
-    """Tells one observer everything, and another one of the steps."""
-
-    def __init__(self, observer: Observer, steps: Observer) -> None:
-        for name in (name for name in vars(NoObserver) if not name.startswith("_")):
-            setattr(self, name, getattr(observer, name))
-        self._observer, self._steps = observer, steps
-        self.step = self._both  # type: ignore[method-assign]
-
-    def _both(self, report: StepReport) -> None:
-        self._observer.step(report)
-        self._steps.step(report)

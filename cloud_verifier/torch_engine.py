@@ -69,6 +69,8 @@ class _Waiting:
     share_key: bytes
     sink: QueueSink
     settle: Callable[[TorchStream | DraftwireError], None]
+    session: Session | None = None
+    """Once it has its place."""
 
 
 class TorchEngine:
@@ -276,8 +278,10 @@ class TorchEngine:
         return f"the verifier serves its {limits.max_sessions} sessions, and {self._admission.queued} more wait"
 
     def _withdraw(self, waiting: list[_Waiting]) -> None:
-        """(worker) Whoever waited is gone."""
-        if waiting:
+        """(worker) Whoever waited is gone, and knows no session to resume."""
+        if waiting and waiting[0].session is not None:
+            self._forget(waiting[0].session, "cancelled")
+        elif waiting:
             self._admission.maybe_withdraw(waiting[0])
 
     def _expire(self, waiting: list[_Waiting]) -> None:
@@ -303,7 +307,7 @@ class TorchEngine:
             now=self._clock(),
         )
         session.principal, session.share_key = waiting.principal, waiting.share_key
-        self._sessions[session.id] = session
+        self._sessions[session.id] = waiting.session = session
         session.sink = sink
         self.worker.scheduler.add(session)
         session.take_shared()

@@ -26,7 +26,7 @@ from cloud_verifier.server import Server
 from cloud_verifier.service import StreamLimits
 from cloud_verifier.settings import VerifierConfig, memory_bytes
 from cloud_verifier.step_cost import StepCost
-from cloud_verifier.step_log import AlsoSteps, StepLog
+from cloud_verifier.step_log import StepLog
 from cloud_verifier.torch_engine import TorchEngine
 from shared.errors import DeviceFailure
 from shared.model_store import resolve
@@ -112,7 +112,7 @@ def _observer(config: VerifierConfig, counted: PrometheusObserver, stack: ExitSt
         return GuardedObserver(counted)
     steps = StepLog(Path(config.step_log))
     stack.callback(steps.close)
-    return GuardedObserver(AlsoSteps(counted, steps))
+    return GuardedObserver(counted, steps)
 
 
 def _engine(

@@ -45,8 +45,8 @@ class Worker:
         clock: Clock = time.monotonic,
     ) -> None:
         """`on_failure` is called once, if the thread has to end; `on_drop` for each session that goes, with the reason;
-        `on_turn` before and after every step and before every
-        sleep (True: nothing is to run). All on the worker's thread.
+        `on_turn` before and after every step and before every sleep (True: nothing is to run). All on the worker's
+        thread.
         """
         self.scheduler = scheduler
         self.steps = 0

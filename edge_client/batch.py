@@ -161,10 +161,10 @@ class Batch:
         had_place = False
 
         def on_open(_: int) -> None:
-            self._open.add(line.index)
-            self._opened += 1
             nonlocal had_place
             had_place = True
+            self._open.add(line.index)
+            self._opened += 1
 
         while True:
             had_room, opened_before, had_place = bool(self._open), self._opened, False

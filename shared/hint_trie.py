@@ -96,13 +96,12 @@ class HintTrie:
             self.highest_number = max(self.highest_number, number)
         return self.held - held_before
 
-    def refuse(self, hint: Hint) -> int:
-        """Takes no node of a hint: all that are new are dropped as over budget. Returns 0, the nodes that are new."""
+    def refuse(self, hint: Hint) -> None:
+        """Takes no node of a hint: all that are not known are dropped as over budget."""
         for number in range(hint.first_node, hint.first_node + len(hint.ids)):
             if number not in self._names:
                 self._drop(number, Drop.OVER_BUDGET)
             self.highest_number = max(self.highest_number, number)
-        return 0
 
     def _base(self, hint: Hint) -> Anchor | Drop:
         return self._find(hint.base_node) if hint.base_node else hint.base_position

@@ -34,7 +34,7 @@ def convert(state: Path, gguf: Path, out: Path) -> None:
     if (state / "fail").exists():
         sys.exit("Traceback (most recent call last):\nValueError: unknown architecture\nthe end")
     while (state / "hang").exists() or ((state / "hold").exists() and not (state / "go").exists()):
-        time.sleep(0.01)
+        time.sleep(0.01)  # a converter at work, until the test's file lets it go on or the test ends it
     (out / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
 
 

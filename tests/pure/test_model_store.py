@@ -95,7 +95,7 @@ def start_pull(base: Path, role: str = "target") -> subprocess.Popen[str]:
 def wait_until(holds: Callable[[], object]) -> None:
     """The test's own time limit ends a wait in vain."""
     while not holds():
-        time.sleep(0.01)
+        time.sleep(0.01)  # another process is watched through the files it writes: nobody calls back
 
 
 def converter_pid(base: Path) -> int:

@@ -161,8 +161,8 @@ def test_options_out_of_range_are_refused(options: list[str], word: str, capsys:
     assert word in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([*OPTIONS, "--device", "cuda"]) == 1
     assert "sees no CUDA device" in capsys.readouterr().err
 

@@ -179,7 +179,7 @@ def test_every_line_fits_into_80_columns_whatever_the_figures() -> None:
     counted.gauges(Gauges(10**9, 10**9, 10**9, 10**12, 10**12, 10**13, 10**12, 10**9))
     first = look(counted)
     deep = (10**12,) * 20
-    counted.step(StepReport(10**6, 10**12, 10**13, 10**13, 10**12, 10**6, deep, deep, *(9e6,) * 6))
+    counted.step(StepReport(10**6, 10**12, 10**13, 10**13, 10**12, 10**6, deep, deep, *(9e6,) * 6, 10**6))
     for lines in (render(first, look(counted), 0.1), render(*busy(), 2.0)):
         assert max(map(len, lines)) <= WIDTH
         assert len(lines) < 30

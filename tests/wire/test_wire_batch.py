@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -458,11 +457,14 @@ async def test_a_batch_waits_past_the_clients_limit_while_it_holds_the_room_itse
     monkeypatch.setattr(batch, "TRY_AGAIN_S", 0.05)
     source, out, answers = written(tmp_path, PROMPTS[:4]), tmp_path / "out", list[Any]()
     async with serving(loaded_tiny, max_sessions=1) as running:
-        forward = running.model.forward
-        running.model.forward = lambda *args, **named: (time.sleep(0.02), forward(*args, **named))[1]
+        gate = hold_back(running, lambda: True)
         count_opens(running, answers)
+        texts = asyncio.create_task(run(running, tiny_pair, source, out, "--overload-wait-s", "0"))
+        commands = running.engine.worker._commands  # the others' opens, behind the first text's first step
+        await running.settled(lambda: commands.qsize() >= 3 or refusals(answers) > 0)
+        gate.set()
         async with asyncio.timeout(PATIENCE_S):
-            assert await run(running, tiny_pair, source, out, "--overload-wait-s", "0") == 0
+            assert await texts == 0
     assert refusals(answers) > 0
     assert len(rows(out)) == 4
 

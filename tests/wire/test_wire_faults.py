@@ -235,9 +235,10 @@ async def test_health_describe_and_cancel_are_answered_while_a_step_is_slow(
 
 
 async def test_a_stream_cancelled_while_its_open_waits_for_the_device_is_freed(loaded_tiny: LoadedTarget) -> None:
-    # Once wrong: a stream that nobody waits for any more was dropped, its session attached for ever.
+    # Once wrong: a stream that nobody waits for any more was dropped, its session attached for ever; later it was kept
+    # for its lease, though nobody had been told its id.
     model = GatedTarget(loaded_tiny)
-    async with serving(loaded_tiny, model=model, lease_ms=1) as running, raw(running) as stub:
+    async with serving(loaded_tiny, model=model) as running, raw(running) as stub:
         first, cancelled = RawStream(stub), RawStream(stub)
         await first.open(open_frame(loaded_tiny, PROMPT))
         await asyncio.to_thread(model.is_waiting.wait, PATIENCE_S)
@@ -249,11 +250,9 @@ async def test_a_stream_cancelled_while_its_open_waits_for_the_device_is_freed(l
         await asyncio.sleep(0.2)  # the verifier's side of the cancellation
         model.gate.set()
         await first.rest()
-        first.call.cancel()
-        async with asyncio.timeout(5):
-            await running.settled(lambda: running.sessions == 0)
+        await running.settled(lambda: running.sessions == 1)
         await running.commands_done()
-        assert model.pool.slots == 0
+        assert model.pool.slots == 1
 
 
 async def test_a_device_failure_ends_every_stream_with_a_status_to_retry(loaded_tiny: LoadedTarget) -> None:

@@ -175,7 +175,7 @@ async def test_a_stop_string_at_every_offset_ends_the_text_before_it(
             assert stop not in tiny_tokenizer.decode(result.ids[:-1])
             seen.add(result.pieces[-1].is_accepted)
         await running.settled(lambda: running.sessions == 0)
-    assert True in seen
+    assert any(seen)
     assert all(not task.stop_ids for task in drafter.tasks)
 
 
