@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,8 @@ BUILT_IN = (
     "A train leaves at 9:40 and arrives at 12:05. How long is the journey?",
 )
 
+
+COMPLETE = "Complete this Python function. Answer with code only.\n"
 
 Precision = Literal["auto", "int4", "int8", "fp32"]
 
@@ -60,11 +63,23 @@ def prompt_source() -> str:
     return "spec_bench" if (data_folder() / "spec_bench.jsonl").exists() else "built-in"
 
 
-def spec_bench_prompts(count: int, max_characters: int = 1200) -> list[str]:
-    """First turns of Spec-Bench, spread over its categories; repeats of the built-in ones if it is not there."""
+def spec_bench_prompts(
+    count: int, max_characters: int = 1200, categories: Collection[str] = ()
+) -> list[str]:
+    """First turns of Spec-Bench, spread over its categories (or those given); without it repeats of the built-in ones."""
     file = data_folder() / "spec_bench.jsonl"
     if not file.exists():
         return [BUILT_IN[index % len(BUILT_IN)] for index in range(count)]
-    turns = [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()]
+    items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    turns = [item["turns"][0] for item in items if not categories or item["category"] in categories]
     short = [turn for turn in turns if len(turn) <= max_characters]
     return [short[index * len(short) // count] for index in range(count)]
+
+
+def humaneval_prompts(count: int) -> list[str]:
+    """HumanEval functions to complete, spread over the set; without it repeats of a built-in one."""
+    file = data_folder() / "humaneval.jsonl"
+    if not file.exists():
+        return [BUILT_IN[1]] * count
+    functions = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()]
+    return [f"{COMPLETE}{functions[index * len(functions) // count]}" for index in range(count)]

@@ -1,11 +1,13 @@
-"""Chi-square without scipy: how likely is a table of counts if the stated shares are true, and how far is a rate off.
+"""Chi-square without scipy (how likely is a table of counts if the stated shares are true) and intervals of ratios.
 
-Must not know: Draftwire. Called by `bench.distribution`. Checked by tests/synthetic/test_bench_distribution.py.
+Must not know: Draftwire. Called by `bench.distribution` and `bench.link_table`. Checked by
+tests/synthetic/test_bench_distribution.py and test_bench_link.py.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -89,3 +91,24 @@ def sigmas_off(successes: int, trials: int, rate: float) -> float:
     """By how many standard deviations `successes` exceeds `trials * rate`; negative if it falls short."""
     spread = math.sqrt(max(trials * rate * (1 - rate), 1.0))
     return (successes - trials * rate) / spread
+
+
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, resamples: int = 2000
+) -> tuple[float, float, float]:
+    """The ratio of the two sums, and the ends of its 95 % interval by the paired bootstrap.
+
+    The i-th of both belong together (one prompt) and are drawn together. Source: Efron and Tibshirani, 1993, 13.3.
+    """
+    rng, count = random.Random(seed), len(numerators)
+    ratios = []
+    for _ in range(resamples):
+        drawn = rng.choices(range(count), k=count)
+        ratios.append(_over(sum(numerators[i] for i in drawn), sum(denominators[i] for i in drawn)))
+    ratios.sort()
+    low, high = ratios[int(0.025 * resamples)], ratios[min(resamples - 1, int(0.975 * resamples))]
+    return _over(sum(numerators), sum(denominators)), low, high
+
+
+def _over(numerator: float, denominator: float) -> float:
+    return numerator / max(denominator, TINY)

@@ -155,6 +155,7 @@ class _Allowance:
         return self._left + (now - self._at) * self._rate >= self._rate * self.BURST_S
 
     def may_take(self, amount: int, now: float) -> bool:
+        now = max(now, self._at)  # a frame that waited for room comes with an earlier time than others have had
         self._left = min(self._rate * self.BURST_S, self._left + (now - self._at) * self._rate)
         self._at = now
         if amount and self._left <= 0:

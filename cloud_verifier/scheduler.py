@@ -50,6 +50,8 @@ class PlannedRow:
     """True if the feed reaches the last committed id: the row decides ids."""
     at: int
     """Rows that the session's slot held when this was planned."""
+    hint_wait_us: int | None = None
+    """How long the frame of `seen_node` had waited for this plan; None if a commit has told that."""
 
     @property
     def is_current(self) -> bool:
@@ -256,7 +258,14 @@ class Scheduler:
             since = session.runnable_since if session.runnable_since is not None else now
             queue_us = int((now - since) * 1e6)
             yield PlannedRow(
-                session, feed, tuple(chosen), session.trie.highest_number, queue_us, reached, session.slot.length
+                session,
+                feed,
+                tuple(chosen),
+                session.trie.highest_number,
+                queue_us,
+                reached,
+                session.slot.length,
+                session.hint_wait_us(now),
             )
 
     # ------------------------------------------------------------ room in the KV pool

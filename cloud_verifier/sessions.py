@@ -32,6 +32,8 @@ from shared.types import (
     Usage,
 )
 
+MOST_TOLD_WAIT_US = 2**32 - 1
+
 
 class Sink(Protocol):
     """Where a session's frames go while a stream is attached. Never blocks."""
@@ -82,6 +84,8 @@ class Session:
         self.reused_tokens = self.untried_steps = 0
         self.idle_since = self.now
         self.hint_lag_s: float | None = None
+        self.timed_node = 0
+        self._newest_hint_at: float | None = None
         self.runnable_since: float | None = None
         self.detached_at: float | None = None
         self.paused_since: float | None = None
@@ -114,6 +118,16 @@ class Session:
     def hint_expected_at(self) -> float | None:
         """When the next hint should come, going by the last ones; None if that is not known."""
         return None if self.hint_lag_s is None else self.idle_since + self.hint_lag_s
+
+    def hint_wait_us(self, now: float) -> int | None:
+        """How long ago the frame of the highest node number came.
+
+        None if a commit has told that (it was for `timed_node`), and if it is not known or past what a commit can tell.
+        """
+        if self._newest_hint_at is None or self.trie.highest_number <= self.timed_node:
+            return None
+        wait_us = int(max(0.0, now - self._newest_hint_at) * 1e6)
+        return wait_us if wait_us <= MOST_TOLD_WAIT_US else None
 
     @property
     def unfed(self) -> int:
@@ -154,10 +168,11 @@ class Session:
         lag = max(0.0, now - self.idle_since)
         self.hint_lag_s = lag if self.hint_lag_s is None else 0.5 * self.hint_lag_s + 0.5 * lag
 
-    def hint(self, frame: Hint, is_welcome: bool = True) -> int:
+    def hint(self, frame: Hint, is_welcome: bool = True, received_at: float | None = None) -> int:
         """Merges a hint into the trie; returns how many nodes are new. Hints of other epochs are ignored.
 
         Of a hint that is not welcome (over its principal's rate) only the ack counts: its nodes are over budget.
+        `received_at`: when the frame came in, in seconds; None if nobody is to be told how long it waited.
 
         Raises: RemoteProtocolError or PrefixMismatch; the session is unharmed.
         """
@@ -174,11 +189,13 @@ class Session:
         if frame.base_digest is not None and not frame.base_node and self.is_base_unchecked:
             self._check_base(frame.base_position, frame.base_digest)
         self.ack = max(self.ack, frame.ack)
-        fresh = 0
+        fresh, highest = 0, self.trie.highest_number
         if is_welcome:
             fresh = self.trie.insert(frame, self.ids)
         else:
             self.trie.refuse(frame)
+        if self.trie.highest_number > highest:
+            self._newest_hint_at = received_at
         self.usage = replace(self.usage, hint_nodes=self.usage.hint_nodes + len(frame.ids))
         return fresh
 

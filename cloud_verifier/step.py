@@ -232,7 +232,9 @@ class StepRunner:
             step_us=step_us,
             batch_size=batch_size,
             logprobs=tuple(verdict.logprobs),
+            hint_wait_us=row.hint_wait_us,
         )
+        session.timed_node = row.seen_node
         if session.sink is not None:
             session.sink.send(commit)
         session.finish_if_ended()

@@ -367,7 +367,7 @@ class TorchEngine:
     def _hint(self, session: Session, frame: Hint, received_at: float) -> None:
         had_none = not session.trie.children
         is_welcome = self._admission.may_send(session.principal, len(frame.ids), received_at)
-        fresh = session.hint(frame, is_welcome)
+        fresh = session.hint(frame, is_welcome, received_at)
         if had_none and fresh:
             session.note_hint(received_at)
         self._observer.hints(len(frame.ids), fresh)

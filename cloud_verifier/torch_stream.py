@@ -115,8 +115,8 @@ class TorchStream:
 
     async def send(self, frame: Hint | Edit | Score | Pace | Close) -> None:
         """See EngineStream."""
+        received_at = self._engine.now()  # here, since the worker may take the frame a whole step later
         await self._room.acquire()
-        received_at = self._engine.now()
         self._engine.submit(lambda: self._handle(frame, received_at))
 
     def finish_writing(self) -> None:

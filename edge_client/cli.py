@@ -1,4 +1,4 @@
-"""The command `edge-client`: generate, chat, batch, models, export-draft.
+"""The command `edge-client`: generate, chat, batch, models, export-draft, timeline.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why), 2 usage, 130 interrupted.
 """
@@ -28,7 +28,7 @@ EDGE_MODULES = ("grpc", "onnxruntime", "tokenizers", "jinja2", "tqdm")
 
 _missing: ModuleNotFoundError | None = None
 try:
-    from edge_client import models_cli
+    from edge_client import models_cli, timeline_cli
     from edge_client.batch import DEFAULT_CONCURRENCY, BatchOptions, run_batch
     from edge_client.client import ClientConfig, SpeculativeClient
     from edge_client.display import TextPrinter, report_fields, report_line
@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_batch(commands)
     models_cli.add_parsers(commands)
+    timeline_cli.add_parser(commands)
     return result
 
 

@@ -6,13 +6,15 @@ Whatever is proposed here can only make ids come sooner; the rules below decide 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.branch_rows import BranchRows
 from shared import agreement, rejection
 from shared.errors import NumericalError
 from shared.randomness import draft_unit, ids_digest
@@ -21,19 +23,24 @@ from shared.sampling import Counts, SamplingParams, penalised, warp
 from shared.types import Epoch, Rule
 
 Row = npt.NDArray[np.float32]
+NEAR = 20.0
+"""An alternative this far below the best score is none."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to propose: at most `depth` ids ahead, `width` alternatives a position (1: a chain)."""
+    """What to propose: at most `depth` ids ahead, `width` alternatives a position (1: a chain), all of them after
+    `path`, which is taken to follow the synced ids.
+    """
 
     depth: int
     width: int = 1
+    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class HintTree:
-    """Proposed ids after the synced ones. `parents[i]` < i is an index into `ids`, -1 the last synced id.
+    """Proposed ids after the synced ones and the path. `parents[i]` < i is an index into `ids`, -1 what they follow.
 
     `confidence[i]` is the drafter's probability of `ids[i]` given its parent; `rows` only under the rejection rule.
     """
@@ -66,6 +73,9 @@ class DraftTask:
 class Drafter(Protocol):
     """Proposes where the text may go. Used by one session at a time, from one thread at a time."""
 
+    name: str
+    """What its hints are counted under; acceptance is calibrated for each name."""
+
     def begin(self, task: DraftTask) -> None:
         """A new session or epoch; what was synced before may be reused."""
         ...
@@ -75,7 +85,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, budget: Budget) -> HintTree:
-        """Hints after the synced ids; an empty tree if it has nothing to say (its context may be full)."""
+        """Hints after the synced ids and the budget's path; an empty tree if it has nothing to say (its context may be
+        full)."""
         ...
 
 
@@ -97,6 +108,14 @@ class NextTokenModel(Protocol):
         """Appends ids; returns the scores after the last one. Shapes: (V,) float32."""
         ...
 
+    def save_rows(self, start: int) -> Any:
+        """Copies of the cached keys and values from `start` on. Shapes: (any, any, length - start, any)."""
+        ...
+
+    def append_rows(self, rows: Any) -> None:
+        """Takes saved rows back, as if their ids were fed again."""
+        ...
+
 
 @dataclass
 class _Drawn:
@@ -107,15 +126,25 @@ class _Drawn:
 
 
 class ModelDrafter:
-    """Drafts a chain with a model, and beside each of its ids the likeliest alternatives."""
+    """Drafts a chain with a model, and beside each of its ids the likeliest alternatives.
 
-    def __init__(self, model: NextTokenModel, valid_ids: npt.NDArray[np.bool_]) -> None:
-        """`valid_ids` (V,) bool: ids that exist; padding rows are never proposed."""
+    Going from one branch of a tree to another costs a copy: rows of a branch that is left are kept for a while.
+    """
+
+    name = "model"
+
+    def __init__(self, model: NextTokenModel, valid_ids: npt.NDArray[np.bool_], noised_ids: int = 0) -> None:
+        """`valid_ids` (V,) bool: ids that exist; padding rows are never proposed.
+
+        `noised_ids`: under the agreement rule noise is computed for so many likeliest ids; 0: for all that are kept.
+        """
         self.model = model
         self._valid = None if valid_ids.all() else valid_ids
+        self._noised_ids = noised_ids
         self._fed: list[int] = []
         self._scores: Row | None = None
         self._ids: list[int] = []
+        self._branches = BranchRows()
         self._drawn_rows: dict[bytes, tuple[int, QRow, int]] = {}
         self._task: DraftTask | None = None
 
@@ -128,13 +157,15 @@ class ModelDrafter:
         """See Drafter."""
         self._task = task
         self._drawn_rows.clear()
+        self._branches.clear()
 
     def sync(self, ids: Sequence[int]) -> None:
-        """See Drafter. Keeps the longest common prefix; feeding waits for the next proposal."""
+        """See Drafter. What the cache holds beyond is kept: it may be where the text is going."""
         self._ids = list(ids)
         common = _common_length(self._fed, self._ids)
-        if common < len(self._fed):
+        if common < min(len(self._fed), len(self._ids)):
             self._rewind(common)
+        self._branches.keep_agreeing(self._ids)
         for digest, (position, _, _) in list(self._drawn_rows.items()):
             if position < len(ids):
                 del self._drawn_rows[digest]
@@ -142,25 +173,22 @@ class ModelDrafter:
     def propose(self, budget: Budget) -> HintTree:
         """See Drafter."""
         assert self._task is not None, "begin() comes first"
-        depth = min(budget.depth, self.model.context_size - len(self._ids))
-        if depth <= 0 or not self._ids:
+        prefix = [*self._ids, *budget.path]
+        depth = min(budget.depth, self.model.context_size - len(prefix))
+        if depth <= 0 or not prefix:
             return HintTree()
-        if len(self._fed) > len(self._ids):  # proposed before, not synced since
-            self._rewind(len(self._ids))
-        if len(self._fed) == len(self._ids) and self._scores is None:
-            self._rewind(len(self._ids) - 1)
-        self._feed(self._ids[len(self._fed) :])
-        return self._grow(replace(budget, depth=depth), self._task)
+        self._hold(prefix)
+        return self._grow(prefix, replace(budget, depth=depth), self._task)
 
-    def _grow(self, budget: Budget, task: DraftTask) -> HintTree:
-        counts = Counts.of(self._ids, task.generated_from) if task.sampling.has_penalties else Counts()
-        path: list[int] = []
+    def _grow(self, prefix: list[int], budget: Budget, task: DraftTask) -> HintTree:
+        counts = Counts.of(prefix, task.generated_from) if task.sampling.has_penalties else Counts()
+        path = list(prefix)
         ids: list[int] = []
         parents: list[int] = []
         confidence: list[float] = []
         rows: list[QRow] = []
         above = -1
-        while len(path) < budget.depth:
+        while True:
             drawn = self._draw(task, counts, path, budget.width)
             spine = len(ids)
             for token, probability in [(drawn.token, drawn.confidence), *drawn.alternatives]:
@@ -171,7 +199,7 @@ class ModelDrafter:
                 rows.append(drawn.row)
             path.append(drawn.token)
             above = spine
-            if len(path) == budget.depth or (drawn.row is None and drawn.token in task.stop_ids):
+            if len(path) == len(prefix) + budget.depth or (drawn.row is None and drawn.token in task.stop_ids):
                 break  # under the rejection rule a chain is cut by count only: a cut by the token drawn biases the text
             counts.add(drawn.token)
             self._feed([drawn.token])
@@ -181,10 +209,9 @@ class ModelDrafter:
 
     def _draw(self, task: DraftTask, counts: Counts, path: list[int], width: int) -> _Drawn:
         assert self._scores is not None
-        position = len(self._ids) + len(path)
         if task.rule is Rule.REJECTION and not task.sampling.is_greedy:
-            return self._draw_from_quantised(task, counts, [*self._ids, *path])
-        (token, confidence), *others = self._ranked(task, counts, position, width)
+            return self._draw_from_quantised(task, counts, path)
+        (token, confidence), *others = self._ranked(task, counts, len(path), width)
         return _Drawn(token, confidence, others)
 
     def _ranked(self, task: DraftTask, counts: Counts, position: int, width: int) -> list[tuple[int, float]]:
@@ -194,20 +221,30 @@ class ModelDrafter:
         probabilities alone: the id with the best noised score is the one both sides mostly agree on.
         """
         assert self._scores is not None
-        if task.sampling.is_greedy:
-            scores = penalised(self._scores, task.sampling, counts, self._valid)
-            ids = np.arange(len(scores))
-        else:
-            warped = warp(self._scores, task.sampling, counts, self._valid)
-            scores, ids = agreement.noised_scores(warped, task.seed, position), warped.ids
-        best = np.argpartition(-scores, min(width, len(scores)) - 1)[:width] if width > 1 else np.array([])
-        best = np.union1d(best, [np.argmax(scores)]).astype(np.int64)  # argmax: ties go to the lowest id
-        best = best[np.argsort(-scores[best], kind="stable")][:width]
-        best = best[np.isfinite(scores[best])]
-        if not len(best):
+        scores, ids = self._final_scores(self._scores, task, counts, position)
+        best = float(scores.max())
+        if not math.isfinite(best):
             raise NumericalError("the draft model gave no finite score")
-        probabilities = np.exp(scores[best] - scores.max()) / np.exp(scores - scores.max()).sum()
-        return [(int(ids[place]), float(chance)) for place, chance in zip(best, probabilities, strict=True)]
+        near = np.flatnonzero(scores >= best - NEAR) if width > 1 else np.array([np.argmax(scores)])
+        near = near[np.argsort(-scores[near], kind="stable")][:width]  # ties go to the lowest id
+        total = float(np.exp(scores - best).sum(dtype=np.float64))
+        chances = np.exp(scores[near].astype(np.float64) - best) / total
+        return [(int(place if ids is None else ids[place]), float(c)) for place, c in zip(near, chances, strict=True)]
+
+    def _final_scores(
+        self, row: Row, task: DraftTask, counts: Counts, position: int
+    ) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.int64] | None]:
+        """Scores whose highest is the draft's choice, and the ids they belong to (None: their places)."""
+        sampling = task.sampling
+        if not sampling.is_greedy:
+            warped = warp(row, sampling, counts, self._valid)
+            if 0 < self._noised_ids < len(warped.ids):
+                kept = np.sort(np.argpartition(-warped.scores, self._noised_ids - 1)[: self._noised_ids])
+                warped = replace(warped, ids=warped.ids[kept], scores=warped.scores[kept])
+            return agreement.noised_scores(warped, task.seed, position), warped.ids
+        if sampling.has_penalties or sampling.logit_bias:
+            return penalised(row, sampling, counts, self._valid), None
+        return (row if self._valid is None else np.where(self._valid, row, -np.inf)), None
 
     def _draw_from_quantised(self, task: DraftTask, counts: Counts, prefix: list[int]) -> _Drawn:
         """A row and its token are drawn once per epoch and prefix, and kept: never from a recomputed row."""
@@ -223,10 +260,30 @@ class ModelDrafter:
 
     # ------------------------------------------------------------ the model's cache
 
+    def _hold(self, prefix: list[int]) -> None:
+        """Makes the cache hold exactly these ids, with the scores after the last of them."""
+        common = _common_length(self._fed, prefix)
+        if common == len(prefix) == len(self._fed) and self._scores is not None:
+            return
+        if common < len(self._fed):
+            self._leave(common)
+        while (rows := self._branches.find(prefix[:-1], len(self._fed))) is not None:
+            self.model.append_rows(rows)
+            self._fed = prefix[: len(self._fed) + rows.shape[2]]
+        if len(self._fed) == len(prefix):  # the cache holds it all, but the scores of its last id are gone
+            self._rewind(len(prefix) - 1)
+        self._feed(prefix[len(self._fed) :])
+
+    def _leave(self, length: int) -> None:
+        """Rewinds, and keeps the rows of what was only drafted."""
+        start = max(length, len(self._ids))
+        if start < len(self._fed) and self._fed[: len(self._ids)] == self._ids:
+            self._branches.save(self._fed, len(self._ids), start, self.model.save_rows(start))
+        self._rewind(length)
+
     def _feed(self, ids: Sequence[int]) -> None:
-        if ids:
-            self._scores = self.model.feed(ids)
-            self._fed.extend(ids)
+        self._scores = self.model.feed(ids)
+        self._fed.extend(ids)
 
     def _rewind(self, length: int) -> None:
         del self._fed[length:]
@@ -236,4 +293,6 @@ class ModelDrafter:
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
     most = min(len(a), len(b))
+    if list(a[:most]) == list(b[:most]):
+        return most
     return next((index for index in range(most) if a[index] != b[index]), most)

@@ -55,7 +55,7 @@ class OnnxModel:
     def _empty(self) -> None:
         """Buffers are made when ids come: a model that is not used costs nothing."""
         self._binding = self._session.io_binding()
-        self._buffers: list[npt.NDArray[Any]] = []
+        self._store: npt.NDArray[Any] = np.zeros(0)
         self._capacity = 0
         self._length = 0
 
@@ -94,9 +94,20 @@ class OnnxModel:
             raise ModelError(f"the draft model failed: {str(error).splitlines()[0]}") from error
         return np.asarray(scores[-1], dtype=np.float32)
 
+    def save_rows(self, start: int) -> npt.NDArray[Any]:
+        """Copies of the cached keys and values from `start` on. Shapes: (2L, H, length - start, D)."""
+        return self._store[:, 0, :, start : self._length].copy()
+
+    def append_rows(self, rows: npt.NDArray[Any]) -> None:
+        """Takes back saved rows that follow what is cached: as if their ids were fed again, without scores."""
+        start, stop = self._length, self._length + rows.shape[2]
+        self._reserve(stop)
+        self._store[:, 0, :, start:stop] = rows
+        self._length = stop
+
     def kv_rows(self) -> list[npt.NDArray[Any]]:
         """Copies of all cached keys and values, for tests. Shapes: per tensor (H, length, D)."""
-        return [buffer[0, :, : self._length].copy() for buffer in self._buffers]
+        return [] if not self._capacity else [buffer[0, :, : self._length].copy() for buffer in self._store]
 
     def _forward(self, ids: Sequence[int]) -> npt.NDArray[Any]:
         total = self._length + len(ids)
@@ -113,14 +124,10 @@ class OnnxModel:
         if rows <= self._capacity:
             return
         capacity = min(max(FIRST_ROWS, 1 << (rows - 1).bit_length()), self.context_size)
-        shape = (1, self._heads, capacity, self._head_size)
-        grown = []
-        for index in range(2 * self.layers):
-            buffer = np.zeros(shape, dtype=self._type)
-            if self._buffers:
-                buffer[:, :, : self._length] = self._buffers[index][:, :, : self._length]
-            grown.append(buffer)
-        self._buffers, self._capacity = grown, capacity
+        grown = np.zeros((2 * self.layers, 1, self._heads, capacity, self._head_size), dtype=self._type)
+        if self._capacity:
+            grown[:, :, :, : self._length] = self._store[:, :, :, : self._length]
+        self._store, self._capacity = grown, capacity
         self._bind_buffers()
 
     def _bind_buffers(self) -> None:
@@ -128,7 +135,7 @@ class OnnxModel:
         self._binding.clear_binding_outputs()
         for layer in range(self.layers):
             for offset, kind in enumerate(("key", "value")):
-                value = onnxruntime.OrtValue.ortvalue_from_numpy(self._buffers[2 * layer + offset])
+                value = onnxruntime.OrtValue.ortvalue_from_numpy(self._store[2 * layer + offset])
                 self._binding.bind_ortvalue_input(self._names[f"past_{kind}_names"] % layer, value)
                 self._binding.bind_ortvalue_output(self._names[f"present_{kind}_names"] % layer, value)
 

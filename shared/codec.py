@@ -393,29 +393,32 @@ def _decode_opened(message: pb.Opened, rim: Rim) -> t.Opened:
 
 def encode_commit(frame: t.Commit) -> pb.Down:
     """Commit as a message."""
-    return pb.Down(
-        commit=pb.Commit(
-            epoch=frame.epoch,
-            start=frame.start,
-            ids=frame.ids,
-            accepted=frame.accepted,
-            seen_node=frame.seen_node,
-            last_accepted_node=frame.last_accepted_node,
-            dropped_late=frame.dropped_late,
-            dropped_disagreeing=frame.dropped_disagreeing,
-            dropped_over_budget=frame.dropped_over_budget,
-            queue_us=frame.queue_us,
-            step_us=frame.step_us,
-            batch_size=frame.batch_size,
-            logprobs=frame.logprobs,
-        )
+    message = pb.Commit(
+        epoch=frame.epoch,
+        start=frame.start,
+        ids=frame.ids,
+        accepted=frame.accepted,
+        seen_node=frame.seen_node,
+        last_accepted_node=frame.last_accepted_node,
+        dropped_late=frame.dropped_late,
+        dropped_disagreeing=frame.dropped_disagreeing,
+        dropped_over_budget=frame.dropped_over_budget,
+        queue_us=frame.queue_us,
+        step_us=frame.step_us,
+        batch_size=frame.batch_size,
+        logprobs=frame.logprobs,
     )
+    if frame.hint_wait_us is not None:
+        message.hint_wait_us = frame.hint_wait_us
+    return pb.Down(commit=message)
 
 
 def _decode_commit(message: pb.Commit, rim: Rim) -> t.Commit:
     ids = _ids(message.ids, "commit.ids", rim, rim.limits.max_context_tokens)
     _require(message.accepted <= len(ids), "commit.accepted", f"is {message.accepted} of {len(ids)} ids")
     _require(len(message.logprobs) in (0, len(ids)), "commit.logprobs", f"are {len(message.logprobs)} of {len(ids)}")
+    is_wait_told = message.HasField("hint_wait_us")
+    _require(message.seen_node > 0 or not is_wait_told, "commit.hint_wait_us", "is told of no node")
     return t.Commit(
         epoch=t.Epoch(message.epoch),
         start=message.start,
@@ -430,6 +433,7 @@ def _decode_commit(message: pb.Commit, rim: Rim) -> t.Commit:
         step_us=message.step_us,
         batch_size=message.batch_size,
         logprobs=tuple(message.logprobs),
+        hint_wait_us=message.hint_wait_us if is_wait_told else None,
     )
 
 

@@ -152,6 +152,10 @@ class Commit:
     step_us: int = 0
     batch_size: int = 1
     logprobs: tuple[float, ...] = ()
+    hint_wait_us: int | None = None
+    """From when the verifier received the frame of node `seen_node` until the step was planned; None if no new node was
+    seen by this plan, and in replayed commits. With it a device can tell the link's round trip: commit received, less
+    that frame sent, less `hint_wait_us`, less `step_us`."""
 
     @property
     def end(self) -> int:

@@ -116,6 +116,8 @@ def client(running: Running | str, pair: TinyPair, draft: str = "same", **parts:
 class RandomDrafter:
     """Proposes anything: trees of any shape, now and then nothing useful at all."""
 
+    name = "random"
+
     def __init__(self, vocabulary_size: int) -> None:
         import random
 
@@ -138,6 +140,8 @@ class RandomDrafter:
 class ScriptedDrafter:
     """Knows the whole text and proposes it, as long as the budget allows."""
 
+    name = "scripted"
+
     def __init__(self, truth: Sequence[int]) -> None:
         self.truth = list(truth)
         self.tasks: list[DraftTask] = []
@@ -153,7 +157,8 @@ class ScriptedDrafter:
 
     def propose(self, budget: Budget) -> HintTree:
         """See Drafter."""
-        ids = tuple(self.truth[self._length : self._length + budget.depth])
+        start = self._length + len(budget.path)
+        ids = tuple(self.truth[start : start + budget.depth])
         return HintTree(ids, tuple(range(-1, len(ids) - 1)), (1.0,) * len(ids))
 
 

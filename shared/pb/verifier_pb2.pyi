@@ -272,7 +272,7 @@ class Opened(_message.Message):
     def __init__(self, version: _Optional[int] = ..., session_id: _Optional[bytes] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ..., generated_from: _Optional[int] = ..., committed_length: _Optional[int] = ..., next_node: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., target_id: _Optional[bytes] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "start", "ids", "accepted", "seen_node", "last_accepted_node", "dropped_late", "dropped_disagreeing", "dropped_over_budget", "queue_us", "step_us", "batch_size", "logprobs")
+    __slots__ = ("epoch", "start", "ids", "accepted", "seen_node", "last_accepted_node", "dropped_late", "dropped_disagreeing", "dropped_over_budget", "queue_us", "step_us", "batch_size", "logprobs", "hint_wait_us")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,7 @@ class Commit(_message.Message):
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HINT_WAIT_US_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     start: int
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -299,7 +300,8 @@ class Commit(_message.Message):
     step_us: int
     batch_size: int
     logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, epoch: _Optional[int] = ..., start: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., seen_node: _Optional[int] = ..., last_accepted_node: _Optional[int] = ..., dropped_late: _Optional[int] = ..., dropped_disagreeing: _Optional[int] = ..., dropped_over_budget: _Optional[int] = ..., queue_us: _Optional[int] = ..., step_us: _Optional[int] = ..., batch_size: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    hint_wait_us: int
+    def __init__(self, epoch: _Optional[int] = ..., start: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., seen_node: _Optional[int] = ..., last_accepted_node: _Optional[int] = ..., dropped_late: _Optional[int] = ..., dropped_disagreeing: _Optional[int] = ..., dropped_over_budget: _Optional[int] = ..., queue_us: _Optional[int] = ..., step_us: _Optional[int] = ..., batch_size: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., hint_wait_us: _Optional[int] = ...) -> None: ...
 
 class Scores(_message.Message):
     __slots__ = ("request", "epoch", "logprobs")

@@ -248,6 +248,14 @@ def test_a_burst_of_four_seconds_worth_then_the_rate() -> None:
     assert 10 * 100 - 16 <= taken <= 10 * 100 + 16
 
 
+def test_a_frame_that_came_before_one_already_counted_neither_earns_nor_takes_allowance_by_its_time() -> None:
+    admission = bucket(10)
+    assert admission.may_send("a", 38, 100.0), "two nodes' worth is left"
+    assert admission.may_send("a", 1, 90.0)
+    assert admission.may_send("a", 1, 100.0)
+    assert not admission.may_send("a", 1, 100.0)
+
+
 def test_a_hint_larger_than_a_burst_passes_once_and_is_paid_for() -> None:
     admission = bucket(10)
     assert admission.may_send("a", 100, 0.0)

@@ -144,6 +144,7 @@ def commits(draw: st.DrawFn) -> t.Commit:
         ids=ids,
         accepted=draw(st.integers(0, len(ids))),
         logprobs=tuple(draw(float32) for _ in ids) if draw(st.booleans()) else (),
+        hint_wait_us=draw(st.none() | uint32) if numbers["seen_node"] else None,
         **numbers,
     )
 
@@ -254,6 +255,33 @@ def test_an_absent_seed_sampling_digest_and_credit_are_told_from_zero() -> None:
         assert up_again(replace_all(VALID_UP["open"], run_ahead=run_ahead)).run_ahead == run_ahead  # type: ignore[union-attr]
 
 
+def test_a_wait_of_a_hint_that_is_not_told_differs_from_one_of_0_us_and_takes_no_bytes() -> None:
+    commit = t.Commit(t.Epoch(1), 3, (1,), 1, seen_node=10)
+    size = codec.encode_down(commit).ByteSize()
+    for wait_us, more in ((None, 0), (0, 2), (127, 2), (LARGEST, 6)):
+        told = replace_all(commit, hint_wait_us=wait_us)
+        assert down_again(told) == told
+        assert codec.encode_down(told).ByteSize() == size + more
+
+
+@pytest.mark.parametrize(
+    ("wire", "heard"),
+    [
+        (b"\x70" + b"\xff" * 9 + b"\x01", LARGEST),  # 2^64-1
+        (b"\x70\x80\x80\x80\x80\x10", 0),  # 2^32
+        (b"\x70\x05\x70\x06", 6),  # said twice
+        (b"\x75\x05\x00\x00\x00", None),  # of another wire type: an unknown field
+        (b"\x72\x01\x05", None),
+    ],
+)
+def test_a_wait_of_a_hint_in_any_form_is_a_number_of_32_bits_or_not_told(wire: bytes, heard: int | None) -> None:
+    plain = codec.encode_down(t.Commit(t.Epoch(1), 3, (1,), 1, seen_node=10)).commit
+    found = codec.decode_down(pb.Down(commit=pb.Commit.FromString(plain.SerializeToString() + wire)), RIM)
+    assert isinstance(found, t.Commit)
+    assert found.hint_wait_us == heard
+    assert down_again(found) == found
+
+
 def test_confidence_is_kept_to_a_sixteenth_of_a_bit_and_never_leaves_0_to_1() -> None:
     probabilities = (1.0, 0.999, 0.5, 0.031, 1e-4, 1e-9, 0.0)
     hint = dataclasses.replace(t.Hint(t.Epoch(0), 1, tuple(range(7)), 0), confidence=probabilities, parents=(0,) * 7)
@@ -306,7 +334,7 @@ VALID_UP: dict[str, Any] = {
 WITH_ROWS = t.Hint(t.Epoch(1), 10, (1, 2), 3, 9, rows=(QRow((1, 2), (65534, 1)), QRow((2,), (65535,))))
 VALID_DOWN: dict[str, Any] = {
     "opened": t.Opened(t.SessionId(SESSION), 5, t.Epoch(1), 2, 3, 11, TARGET, t.Limits()),
-    "commit": t.Commit(t.Epoch(1), 3, (1, 2), 1, 10, 10, 1, 2, 3, 4, 5, 6, (-0.5, -1.5)),
+    "commit": t.Commit(t.Epoch(1), 3, (1, 2), 1, 10, 10, 1, 2, 3, 4, 5, 6, (-0.5, -1.5), 7),
     "scores": t.Scores(4, t.Epoch(1), (-0.5, -0.25)),
     "finished": t.Finished(t.Epoch(1), t.Reason.LENGTH, t.Usage(1, 2, 3, 4, 5, 6)),
     "fault": t.Fault("hint", "RemoteProtocolError", "hint.ids holds id 9", "hint.ids", False, 0),
@@ -405,6 +433,8 @@ DOWN_OUT_OF_RANGE: list[tuple[str, str, dict[str, Any]]] = [
     ("commit", "commit.accepted", {"accepted": 3}),
     ("commit", "commit.logprobs", {"logprobs": [-1.0]}),
     ("commit", "commit.logprobs", {"logprobs": [-1.0] * 3}),
+    ("commit", "commit.hint_wait_us", {"seen_node": 0}),
+    ("commit", "commit.hint_wait_us", {"seen_node": 0, "hint_wait_us": 0}),
     ("finished", "finished.reason", {"reason": 0}),
     ("finished", "finished.reason", {"reason": 5}),
 ]

@@ -1,0 +1,74 @@
+"""What a drafter's confidence is worth: how often ids of that confidence turned out right, learnt as commits come.
+
+Must not know: models, wire, time. Owned by the client (it outlives a text), used by `edge_engine`. A draft's
+probability of an id is not the probability that the target chooses it, and a gap between noised scores is none at all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+BIN_EDGES = (0.01, 0.03, 0.08, 0.16, 0.28, 0.42, 0.56, 0.7, 0.82, 0.9, 0.96, 0.99)
+PRIOR_TRIES = 6.0
+"""Tries of the same bin that the drafter's own word counts as much as, before anything was learnt."""
+DECAY = 0.985
+"""What a try still weighs after one more in its bin: about the last sixty count."""
+RECENT_DECAY = 0.92
+MOST, LEAST = 0.995, 0.001
+
+
+class _Bin:
+    """A share of right ones, old ones fading, beginning at a prior."""
+
+    def __init__(self) -> None:
+        self.tries = 0.0
+        self.right = 0.0
+        self.prior = PRIOR_TRIES
+
+    def learn(self, is_right: bool) -> None:
+        self.tries = DECAY * self.tries + 1
+        self.right = DECAY * self.right + is_right
+        self.prior *= DECAY
+
+    def mixed_with(self, told: float) -> float:
+        return (self.right + told * self.prior) / (self.tries + self.prior)
+
+
+class Recent:
+    """A share that follows the last dozen tries."""
+
+    def __init__(self, first: float, weight: float = 4.0) -> None:
+        """`first`: taken to be the share until tries come, as if of `weight` of them."""
+        self._right, self._tries = first * weight, weight
+        self.count = 0
+
+    @property
+    def share(self) -> float:
+        """The share of right ones."""
+        return self._right / self._tries
+
+    def learn(self, is_right: bool) -> None:
+        """One more try."""
+        self._right = RECENT_DECAY * self._right + is_right
+        self._tries = RECENT_DECAY * self._tries + 1
+        self.count += 1
+
+
+class Calibration:
+    """Measured shares by who drafted, whether it was the first choice, and how confident it was."""
+
+    def __init__(self) -> None:
+        self._bins: dict[tuple[str, int, int], _Bin] = {}
+
+    def chance(self, source: str, rank: int, confidence: float) -> float:
+        """The probability that the target chooses such an id where the text stands there."""
+        found = self._bins.get(self._key(source, rank, confidence))
+        share = found.mixed_with(confidence) if found is not None else confidence
+        return min(MOST, max(LEAST, share))
+
+    def learn(self, source: str, rank: int, confidence: float, is_right: bool) -> None:
+        """The text stood where such an id was proposed: the target chose it, or not."""
+        self._bins.setdefault(self._key(source, rank, confidence), _Bin()).learn(is_right)
+
+    def _key(self, source: str, rank: int, confidence: float) -> tuple[str, int, int]:
+        return source, min(rank, 2), bisect_right(BIN_EDGES, confidence)

@@ -1,0 +1,394 @@
+"""The device's engine: what to draft next, what to send and when, what a commit changes. It never waits.
+
+Pure: times are arguments, models and sockets are elsewhere. Driven by `generate` on a real clock and by
+`bench/simulate` on a virtual one. One tree is grown best-first: the next draft step goes to the node most likely to be
+reached in time; what it proposes leaves shortly before the verifier's next step begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edge_client.calibration import Calibration, Recent
+from edge_client.controller import Controller, Decision, EngineSettings
+from edge_client.draft_tree import DraftNode, DraftTree, Standing
+from edge_client.drafter import Budget, Drafter, HintTree
+from edge_client.link_clock import LinkClock
+from shared.randomness import short_digest
+from shared.types import Commit, Hint, Limits, Open, Opened, PaceKind, Rule
+
+LEAST_CHANCE = 0.03
+"""An alternative less likely than this is not sent beside a likelier one."""
+RETRIEVED_IDS = 12
+MAX_PATH_NODES = 1024
+
+
+@dataclass(frozen=True)
+class DraftJob:
+    """One draft step: what may follow `node`, which stands behind the committed ids and `budget.path`."""
+
+    node: DraftNode
+    budget: Budget
+    length: int
+    """Committed ids when it was asked for."""
+    is_probe: bool
+
+
+@dataclass
+class Experience:
+    """What was learnt of a pair of models; outlives a text."""
+
+    calibration: Calibration
+    acceptance: Recent
+
+    @classmethod
+    def fresh(cls) -> Experience:
+        """Nothing learnt yet."""
+        return cls(Calibration(), Recent(0.7))
+
+
+@dataclass
+class Counters:
+    """What the engine did in one epoch."""
+
+    draft_steps: int = 0
+    late_drafts: int = 0
+    """Draft steps that ended after the text had left their path or passed it."""
+    hints: int = 0
+    hint_nodes: int = 0
+    rebases: int = 0
+    judged_by_depth: tuple[int, ...] = ()
+    right_by_depth: tuple[int, ...] = ()
+
+
+class EdgeEngine:
+    """One epoch's drafting. `ids` are the committed ids held, kept by the caller, who tells when they grow."""
+
+    def __init__(
+        self,
+        request: Open,
+        settings: EngineSettings,
+        *,
+        has_model: bool,
+        retrieval: Drafter | None = None,
+        experience: Experience | None = None,
+    ) -> None:
+        """`has_model`: jobs are wanted for a drafter that takes time; `retrieval`: one that takes next to none."""
+        self.experience = experience or Experience.fresh()
+        self._is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
+        self.clock = LinkClock()
+        self.controller = Controller(settings, self.experience.acceptance)
+        self.counters = Counters()
+        self.limits = Limits()
+        self._settings, self._request = settings, request
+        self._has_model, self._retrieval = has_model, None if self._is_chain else retrieval
+        self._ids: Sequence[int] = request.ids
+        self._length = len(request.ids)
+        self._tree = DraftTree(request.ids[-1], self._length, self.experience.calibration, self._is_chain)
+        self._job: DraftJob | None = None
+        self._next_node, self._acked, self._needs_digest = 1, self._length, True
+        self._depth_right: list[int] = []
+        self._depth_judged: list[int] = []
+        self.decision = self._decide(0.0)
+
+    # ------------------------------------------------------------ what happened
+
+    def opened(self, opened: Opened, ids: Sequence[int], now: float, took_s: float) -> None:
+        """A stream is open: nothing that was sent on another one counts."""
+        self.limits = opened.limits
+        self._ids = ids
+        self._next_node, self._needs_digest, self._acked = opened.next_node, True, len(ids)
+        self._tree.forget_numbers()
+        self.clock.note_opened(took_s)
+        self.controller.note_pause()
+        self._retrieve(self._tree.root)
+        self.decision = self._decide(now)
+
+    def committed(self, ids: Sequence[int], commit: Commit, now: float) -> float | None:
+        """`ids` have grown by this commit. Returns the round trip that it shows, if it shows one."""
+        is_plain = commit.accepted == 0 and not self._was_sent_before(commit.seen_node)
+        wait_s = None if commit.hint_wait_us is None else commit.hint_wait_us / 1e6
+        measured = self.clock.note_commit(
+            now, commit.step_us / 1e6, commit.queue_us / 1e6, commit.seen_node, wait_s, is_plain
+        )
+        self._ids = ids
+        for depth, token in enumerate(ids[self._length :], start=1):
+            was_sent = any(child.number for child in self._tree.root.children.values())
+            was_right = self._tree.advance(token)
+            if was_right is not None:
+                self.controller.note_judged(was_right)
+            if was_sent:
+                self._count_depth(depth, depth <= commit.accepted)
+        self._length = len(ids)
+        self.controller.note_commit(now, len(commit.ids), is_plain)
+        if commit.dropped_over_budget:
+            self._tree.forget_numbers()
+            self.counters.rebases += 1
+        if not self._tree.root.heard:
+            self._retrieve(self._tree.root)
+        self.decision = self._decide(now)
+        return measured
+
+    def _was_sent_before(self, seen_node: int) -> bool:
+        """True if the verifier held some node of the present tree when it planned: its step may have had hints."""
+        return any(0 < child.number <= seen_node for child in self._tree.root.children.values())
+
+    def _count_depth(self, depth: int, is_right: bool) -> None:
+        while len(self._depth_judged) < depth:
+            self._depth_judged.append(0)
+            self._depth_right.append(0)
+        self._depth_judged[depth - 1] += 1
+        self._depth_right[depth - 1] += is_right
+
+    def drafted(self, job: DraftJob, proposed: HintTree, source: str, now: float, took_s: float) -> None:
+        """A draft step has ended. An empty proposal means that the model can go no further here."""
+        assert job is self._job
+        self._job = None
+        self.clock.note_draft(took_s)
+        self.counters.draft_steps += 1
+        if job.is_probe:
+            self.controller.note_probe(now)
+        if self._tree.holds(job.node):
+            self._tree.add(job.node, proposed, source)
+            self._retrieve_further(job.node)
+        else:
+            self.counters.late_drafts += 1
+            self._learn_late(job, proposed, source)
+        self.decision = self._decide(now)
+
+    def failed(self, job: DraftJob) -> None:
+        """A draft step came to nothing."""
+        assert job is self._job
+        self._job = None
+
+    def _learn_late(self, job: DraftJob, proposed: HintTree, source: str) -> None:
+        """The text has passed the node meanwhile: what came there is known, so the calibration still learns."""
+        stop = job.length + len(job.budget.path)
+        if stop < self._length and tuple(self._ids[job.length : stop]) == job.budget.path:
+            self._tree.add(job.node, proposed, source)
+            was_right = self._tree.learn(job.node, self._ids[stop])
+            if was_right is not None:
+                self.controller.note_judged(was_right)
+
+    # ------------------------------------------------------------ retrieval
+
+    def _retrieve(self, node: DraftNode) -> None:
+        if self._retrieval is None or self._settings.depth <= 0 or self._retrieval.name in node.heard:
+            return
+        depth = min(RETRIEVED_IDS, self._room(node))
+        if depth > 0:
+            self._retrieval.sync(self._ids)
+            budget = Budget(depth, self._settings.width, node.path())
+            proposed = self._retrieval.propose(budget)
+            if proposed.ids:
+                self._tree.add(node, proposed, self._retrieval.name)
+
+    def _retrieve_further(self, node: DraftNode) -> None:
+        """Behind the likeliest child that nobody has looked behind yet."""
+        best = max(node.children.values(), key=lambda child: child.chance, default=None)
+        if best is not None and not best.heard and not self._is_stop(best):
+            self._retrieve(best)
+
+    # ------------------------------------------------------------ drafting
+
+    def next_job(self, now: float) -> DraftJob | None:
+        """The draft step to run now; None if one is running, or none is worth it."""
+        if self._job is not None or not self._has_model:
+            return None
+        decision = self.decision
+        if not decision.is_drafting:
+            decision = self.decision = self._decide(now)
+        if decision.is_drafting:
+            best = self._best_to_expand(now)
+            if best is not None:
+                self._job = self._job_of(best.node, is_probe=False)
+        elif decision.is_probe and not self._tree.root.heard and self._room(self._tree.root) > 0:
+            self._job = self._job_of(self._tree.root, is_probe=True)
+        return self._job
+
+    def _job_of(self, node: DraftNode, is_probe: bool) -> DraftJob:
+        return DraftJob(node, Budget(1, self.decision.width, node.path()), self._length, is_probe)
+
+    def _best_to_expand(self, now: float) -> Standing | None:
+        """The node whose continuation is likeliest to be reached in time."""
+        best, best_score = None, self._settings.reach
+        missed = self._missed(now + (self.clock.draft_s or 0.0))
+        count = 0
+        for standing in self._tree.standings():
+            count += 1
+            if standing.reach < best_score or standing.depth >= self.decision.depth:
+                continue
+            if not self._is_expandable(standing.node):
+                continue
+            score = standing.reach * self._in_time(standing, missed)
+            if score > best_score or (best is None and score >= best_score):
+                best, best_score = standing, score
+        return None if count > MAX_PATH_NODES else best
+
+    def _missed(self, sent_at: float) -> int:
+        """How many steps begin, from the last commit on, before a hint sent then arrives."""
+        if self._settings.pace is PaceKind.WAIT:
+            return int(self._is_verifier_at_work())
+        return self.clock.plans_missed(sent_at)
+
+    def _is_expandable(self, node: DraftNode) -> bool:
+        asked = any(name != "retrieval" for name in node.heard)
+        return not asked and self._room(node) > 0 and not self._is_stop(node)
+
+    def _in_time(self, standing: Standing, missed: int) -> float:
+        """The chance that drafting on from a node gets ahead of the verifier while the text still follows it.
+
+        Steps that begin before a hint arrives decide an id each, beside what they know already: hints for those
+        positions are of no use but as a way to later ones.
+        """
+        behind = standing.sent_depth + missed - (standing.depth + 1)
+        if behind <= 0:
+            return 1.0
+        step, draft = self.clock.step_s or 0.0, self.clock.draft_s or 0.0
+        if draft >= step:
+            return 0.0
+        return float(self.controller.acceptance.share ** (behind / (1 - draft / step)))
+
+    def _room(self, node: DraftNode) -> int:
+        """How many ids may still come behind a node."""
+        return self._request.generated_from + self._request.max_new_tokens - (node.position + 1)
+
+    def _is_stop(self, node: DraftNode) -> bool:
+        """Nothing follows a stop id; under the rejection rule a chain may not be cut by what was drawn."""
+        is_generated = node.position >= self._request.generated_from
+        return not self._is_chain and is_generated and node.token in self._request.stop_ids
+
+    # ------------------------------------------------------------ sending
+
+    def send_at(self, now: float) -> float | None:
+        """When a hint is due; None if there is nothing to send."""
+        if not self.decision.is_drafting or not self._pending(now):
+            return None
+        if self._settings.pace is PaceKind.WAIT and not self._is_verifier_at_work():
+            return now if self._is_enough(now) else math.inf
+        departure = self.clock.next_departure(now)
+        if departure is None:
+            return now
+        return max(now, departure - self.decision.margin_s)
+
+    def _is_verifier_at_work(self) -> bool:
+        return any(child.number for child in self._tree.root.children.values())
+
+    def _is_enough(self, now: float) -> bool:
+        """Under pace wait the first hint starts a step: more are drafted first while that brings more ids a second."""
+        best = self._best_to_expand(now)
+        if self._job is None and best is None:
+            return True
+        draft, step, last = self.clock.draft_s, self.clock.step_s, self.clock.last_commit_at
+        if draft is None or step is None or last is None:
+            return len(self._tree.best_path()) >= 4
+        cycle_s = now - last + (self.clock.round_trip_s or 0.0) + step
+        gained = 1.0 + sum(s.reach for s in self._tree.standings() if s.depth)
+        next_gain = self._settings.reach if best is None else best.reach
+        if self._job is not None:
+            next_gain = max(next_gain, self._reach_of(self._job.node))
+        return next_gain * cycle_s < gained * draft
+
+    def _reach_of(self, node: DraftNode) -> float:
+        reach = 1.0
+        while node.parent is not None:
+            reach, node = reach * node.chance, node.parent
+        return reach
+
+    def _pending(self, now: float) -> list[DraftNode]:
+        """Nodes to send, parents first: those that may come in time, and what leads to them."""
+        missed = self._missed(now)
+        wanted: dict[int, DraftNode] = {}
+        order: list[DraftNode] = []
+        for standing in self._tree.standings():
+            node = standing.node
+            order.append(node)
+            if node.number or not standing.depth or standing.reach < self._settings.send_reach:
+                continue
+            if standing.depth <= standing.sent_depth + missed or not self._is_worth_sending(node):
+                continue
+            above: DraftNode | None = node
+            while above is not None and above.parent is not None and not above.number and id(above) not in wanted:
+                wanted[id(above)] = above
+                above = above.parent
+        return [node for node in order if id(node) in wanted][: self.limits.max_frame_nodes]
+
+    def _is_worth_sending(self, node: DraftNode) -> bool:
+        assert node.parent is not None
+        best = max(child.chance for child in node.parent.children.values())
+        return node.chance >= LEAST_CHANCE or node.chance == best
+
+    def take_hint(self, now: float) -> Hint | None:
+        """The hint to send now, with all that is worth it; its nodes count as sent."""
+        nodes = self._pending(now) if self.decision.is_drafting else []
+        if not nodes:
+            return None
+        first = self._next_node
+        for number, node in enumerate(nodes, start=first):
+            node.number = number
+        self._next_node += len(nodes)
+        parents = tuple(self._delta(node) for node in nodes)
+        is_line = set(parents[1:]) <= {1}
+        base_node = first - parents[0] if is_line and parents[0] else 0
+        is_at_base = not base_node and 0 in parents
+        ack, digest = self._length, short_digest(list(self._ids)) if self._needs_digest and is_at_base else None
+        hint = Hint(
+            epoch=self._request.epoch,
+            first_node=first,
+            ids=tuple(node.token for node in nodes),
+            ack=ack if ack > self._acked else 0,
+            base_node=base_node,
+            base_position=self._length if is_at_base else 0,
+            base_digest=digest,
+            parents=() if is_line else parents,
+            confidence=() if self._is_chain else tuple(node.chance for node in nodes),
+            rows=tuple(node.row for node in nodes if node.row is not None),
+        )
+        self._needs_digest = self._needs_digest and digest is None
+        self._acked = max(self._acked, ack)
+        self.clock.note_sent(self._next_node - 1, now)
+        self.counters.hints += 1
+        self.counters.hint_nodes += len(nodes)
+        return hint
+
+    def _delta(self, node: DraftNode) -> int:
+        """Backward to the parent's number; 0: it stands at the base, behind the committed ids."""
+        assert node.parent is not None
+        return node.number - node.parent.number if node.parent.number else 0
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def length(self) -> int:
+        """Committed ids that the engine knows of."""
+        return self._length
+
+    @property
+    def unacknowledged(self) -> int:
+        """Committed ids that no frame has acknowledged yet."""
+        return self._length - self._acked
+
+    def acknowledged(self) -> None:
+        """Another frame carried the committed length."""
+        self._acked = self._length
+
+    def preview(self) -> tuple[int, ...]:
+        """Where the text probably goes, as far as drafted."""
+        return self._tree.best_path()
+
+    def usage(self) -> Counters:
+        """Counters so far."""
+        self.counters.judged_by_depth = tuple(self._depth_judged)
+        self.counters.right_by_depth = tuple(self._depth_right)
+        return self.counters
+
+    def explain(self) -> str:
+        """The present choice and what it goes by, in one line."""
+        return self.decision.why
+
+    def _decide(self, now: float) -> Decision:
+        return self.controller.decide(
+            now, self.clock, has_free_hints=self._retrieval is not None and not self._has_model
+        )

@@ -1,0 +1,133 @@
+"""The link and the verifier's steps, as seen from the device: round trip, step time, and when the next step begins.
+
+Pure: times are arguments, in seconds of one clock. Must not know: frames' contents, drafting. Used by `edge_engine`.
+All is learnt from commits (docs/adr/0011): a commit says how long its step took and how long the newest hint it saw had
+waited for it, so the rest of the time since that hint was sent is the round trip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+
+FOLLOW = 0.3
+"""Weight of a new measurement."""
+RECENT_STEPS = 16
+SENT_REMEMBERED = 128
+
+
+class Smoothed:
+    """A mean that follows its measurements, and how far they scatter about it."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.scatter = 0.0
+        self._odd: list[float] = []
+
+    def note(self, value: float) -> None:
+        """One more. Three in a row that all lie far off on one side are a change, not scatter: they are believed."""
+        if self.value is None:
+            self.value, self.scatter = value, value / 8
+            return
+        off = value - self.value
+        if abs(off) > 4 * self.scatter + 0.1 * self.value:
+            self._odd.append(value)
+            if len(self._odd) < 3 or not all((each > self.value) == (off > 0) for each in self._odd[-3:]):
+                self.scatter += FOLLOW / 4 * (min(abs(off), 4 * self.scatter + 0.02 * self.value) - self.scatter)
+                return
+            self.value = sum(self._odd[-3:]) / 3
+        else:
+            self.value += FOLLOW * off
+            self.scatter += FOLLOW / 2 * (abs(off) - self.scatter)
+        self._odd.clear()
+
+
+class LinkClock:
+    """Follows one session's link. Unknown times are None until something was measured."""
+
+    def __init__(self) -> None:
+        self._round_trip, self._step, self._draft = Smoothed(), Smoothed(), Smoothed()
+        self._plain_steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._sent: OrderedDict[int, float] = OrderedDict()
+        self.last_commit_at: float | None = None
+        self.queue_s = 0.0
+
+    # ------------------------------------------------------------ what happened
+
+    def note_sent(self, last_node: int, now: float) -> None:
+        """A hint went out; its last node has this number."""
+        self._sent[last_node] = now
+        if len(self._sent) > SENT_REMEMBERED:
+            self._sent.popitem(last=False)
+
+    def note_draft(self, seconds: float) -> None:
+        """A draft step took so long."""
+        self._draft.note(seconds)
+
+    def note_opened(self, seconds: float) -> None:
+        """An open or resume was answered after so long: a first idea of the round trip, and no more."""
+        if self._round_trip.value is None:
+            self._round_trip.note(seconds)
+
+    def note_commit(
+        self, now: float, step_s: float, queue_s: float, seen_node: int, hint_wait_s: float | None, is_plain: bool
+    ) -> float | None:
+        """A commit came; returns the round trip that it shows, if it shows one. `is_plain`: no hint was in its step."""
+        measured = None
+        sent = self._sent.get(seen_node)
+        if sent is not None and hint_wait_s is not None:
+            measured = max(0.0, now - sent - hint_wait_s - step_s)
+            self._round_trip.note(measured)
+        for node in [node for node in self._sent if node <= seen_node]:
+            del self._sent[node]
+        if step_s > 0:
+            self._step.note(step_s)
+            if is_plain:
+                self._plain_steps.append(step_s)
+        self.queue_s += FOLLOW * (queue_s - self.queue_s)
+        self.last_commit_at = now
+        return measured
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """There and back, without the verifier's own time."""
+        return self._round_trip.value
+
+    @property
+    def step_s(self) -> float | None:
+        """A recent step of the verifier, with what hints it verified."""
+        return self._step.value
+
+    @property
+    def plain_step_s(self) -> float | None:
+        """A recent step without hints; with hints if there was none without."""
+        if not self._plain_steps:
+            return self._step.value
+        return sorted(self._plain_steps)[len(self._plain_steps) // 2]
+
+    @property
+    def draft_s(self) -> float | None:
+        """One draft step."""
+        return self._draft.value
+
+    @property
+    def jitter_s(self) -> float:
+        """How far arrivals scatter: steps and the link together."""
+        return self._round_trip.scatter + self._step.scatter
+
+    def plans_missed(self, sent_at: float) -> int:
+        """How many steps a verifier that runs on begins, from the last commit known here on, before a hint sent then
+        arrives. At least 1 after a commit: the step that began when that commit left."""
+        last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
+        if last is None or not step or round_trip is None:
+            return 0
+        return max(0, math.floor((sent_at - last + round_trip) / step) + 1)
+
+    def next_departure(self, now: float) -> float | None:
+        """The latest moment to send what the next step that can still be reached is to see. None: not known."""
+        last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
+        if last is None or not step or round_trip is None:
+            return None
+        return last - round_trip + step * self.plans_missed(now)
