@@ -60,6 +60,8 @@ class _End(asyncio.Protocol):
         """Resets the socket; what was in flight is lost."""
         if self._timer is not None:
             self._timer.cancel()
+        if self.transport is None:  # not connected yet
+            return
         if not self.transport.is_closing():
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
         self.transport.abort()
@@ -150,6 +152,8 @@ class DelayServer:
         except OSError:
             device.drop()
         else:
+            if device.transport.is_closing():  # gone meanwhile
+                far.drop()
             device.transport.resume_reading()
 
     def ended(self, end: _End) -> None:

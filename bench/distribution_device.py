@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from edge_client.drafter import Budget, DraftTask, HintTree, ModelDrafter
-from edge_client.generate import encode_tree
 from shared import codec
 from shared.randomness import ids_digest, short_digest
 from shared.types import Commit, DownFrame, Epoch, Finished, Hint, Open, Opened, Resume, SessionId
@@ -201,3 +200,19 @@ class Device:
     def reopening(self, request: Open) -> Open:
         """Carries the text over to a verifier that never saw it."""
         return replace(request, ids=tuple(self.ids))
+
+
+def encode_tree(epoch: Epoch, first_node: int, base: int, tree: HintTree, ack: int, digest: int | None) -> Hint:
+    """A drafted tree as a Hint that stands at position `base`; a chain carries neither parents nor confidence."""
+    is_chain = tree.is_chain
+    return Hint(
+        epoch=epoch,
+        first_node=first_node,
+        ids=tree.ids,
+        ack=ack,
+        base_position=base,
+        base_digest=digest,
+        parents=() if is_chain else tuple(n - p if p >= 0 else 0 for n, p in enumerate(tree.parents)),
+        confidence=() if is_chain else tree.confidence,
+        rows=tree.rows,
+    )

@@ -57,6 +57,8 @@ CELLS = (
 class BadDrafter:
     """Proposes ids drawn at random: nearly always wrong, never harmful."""
 
+    name = "random"
+
     def __init__(self, vocabulary_size: int) -> None:
         self._size = vocabulary_size
         self._random = random.Random(7)

@@ -57,6 +57,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--jitter-ms", type=float, default=0.0, metavar="N", help="up to so much more each way (default: 0)")
     for name, kind in OF_DRAFTWIRE:
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help="of Draftwire (default: the client's)")
+    add("--draftwire-drafter", choices=("model", "both"), help="with look-up or without (default: both; spoilt: model)")
     add("--quick", action="store_true", help="a few minutes: " + ", ".join(f"{k} {v}" for k, v in QUICK.items()))
     add("--json", action="store_true", help="print one JSON object")
 
@@ -76,10 +77,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
         degrade=args.degrade,
         is_random=args.drafter == "random",
         jitter_ms=args.jitter_ms,
-        given={name: value for name, _ in OF_DRAFTWIRE if (value := getattr(args, name)) is not None},
+        given=_given(args),
     )
     _check(settings)
     return settings
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of Draftwire. A spoilt draft is measured by itself: look-up would mend it."""
+    given = {name: value for name, _ in OF_DRAFTWIRE if (value := getattr(args, name)) is not None}
+    is_spoilt = args.degrade > 0 or args.drafter == "random"
+    return {**given, "drafter": args.draftwire_drafter or ("model" if is_spoilt else "both")}
 
 
 def _words(text: str, field: str) -> list[str]:

@@ -63,10 +63,8 @@ def prompt_source() -> str:
     return "spec_bench" if (data_folder() / "spec_bench.jsonl").exists() else "built-in"
 
 
-def spec_bench_prompts(
-    count: int, max_characters: int = 1200, categories: Collection[str] = ()
-) -> list[str]:
-    """First turns of Spec-Bench, spread over its categories (or those given); without it repeats of the built-in ones."""
+def spec_bench_prompts(count: int, max_characters: int = 1200, categories: Collection[str] = ()) -> list[str]:
+    """First turns of Spec-Bench, spread over its categories (or those given); without it built-in ones."""
     file = data_folder() / "spec_bench.jsonl"
     if not file.exists():
         return [BUILT_IN[index % len(BUILT_IN)] for index in range(count)]

@@ -26,6 +26,7 @@ from cloud_verifier.target_model import RowInput, Timing
 from edge_client.controller import EngineSettings
 from edge_client.drafter import Drafter, HintTree
 from edge_client.edge_engine import DraftJob, EdgeEngine, Experience
+from edge_client.generate import draft_task
 from shared.codec import encode_down, encode_up
 from shared.hint_trie import Node
 from shared.sampling import GREEDY, SamplingParams
@@ -255,6 +256,8 @@ class World:
             self.request, settings, has_model=drafter is not None, retrieval=retrieval, experience=experience
         )
         self._drafter = drafter
+        if retrieval is not None:
+            retrieval.begin(draft_task(self.request, trace.seed, 0))
         self._fed: set[tuple[int, ...]] = {()}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()

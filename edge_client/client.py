@@ -18,13 +18,18 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from edge_client.chat_template import ChatTemplate
-from edge_client.drafter import Budget, Drafter, ModelDrafter
-from edge_client.events import Committed, Done, Event, Piece, Result
-from edge_client.generate import Generation
-from edge_client.session_stream import OVERLOAD_WAIT_S, RECONNECT_FOR_S
+from edge_client.controller import EngineSettings
+from edge_client.drafter import Drafter, ModelDrafter
+from edge_client.edge_engine import EdgeEngine, Experience
+from edge_client.events import Committed, Done, Event, OfflinePolicy, Piece, Result
+from edge_client.generate import Generation, Manner, draft_task
+from edge_client.retrieval import RetrievalDrafter
+from edge_client.session_stream import OVERLOAD_WAIT_S, RECONNECT_FOR_S, SessionStream
 from edge_client.text import TextStream
 from edge_client.tokenizer import TextTokenizer
+from edge_client.trace import TraceSink
 from edge_client.transport import GrpcTransport, Transport
+from edge_client.user_text import UserText
 from shared.config import check_ranges
 from shared.errors import ConfigError, ModelMismatch
 from shared.fingerprint import Fingerprint, check_compatible, fingerprint
@@ -51,22 +56,27 @@ class ClientConfig:
     """Refuse a verifier that serves another model; empty takes any whose vocabulary fits."""
     threads: int = 1
     """CPU threads of the draft model."""
-    hint_tokens: int = 16
+    drafter: Literal["model", "retrieval", "both"] = "both"
+    """Who drafts: the draft model, look-up in the text so far and the user's own (no model is loaded), or both."""
+    hint_tokens: int = 24
     """Ids drafted ahead at most; 0 drafts nothing and streams from the verifier."""
-    hint_reach: float = 0.3
-    """Draft as far as the chance that all of it stands, by measured acceptance, is at least this; 0 always drafts
-    `hint_tokens`."""
-    hint_width: int = 1
-    """Alternatives at each position: 1 sends chains, more send trees. The rejection rule sends chains only."""
-    pace: Literal["auto", "wait", "run_on"] = "wait"
-    """When the verifier runs: wait for hints (fewest forwards), run on (never slower than streaming), or by its load.
-    While the device drafts only between commits, waiting for its hints is what pays."""
+    hint_width: int = 4
+    """Alternatives of one id at most: 1 sends chains, more send trees. The rejection rule sends chains only."""
+    hint_reach: float = 0.03
+    """What the text reaches with a smaller chance than this, by measured acceptance, is not drafted."""
+    pace: Literal["auto", "wait", "run_on"] = "auto"
+    """When the verifier runs: it waits for hints (fewest forwards), runs on (never slower than streaming), or goes by
+    its load."""
+    offline: Literal["local", "wait", "fail"] = "wait"
+    """While the verifier cannot be reached: go on with the draft alone, marked as unverified; wait; or raise."""
     run_ahead: int = DEFAULT_RUN_AHEAD
     """Ids the verifier may commit past what this device has acknowledged."""
     timeout_s: float = 5.0
     """How long to wait for a verifier to answer at all."""
     reconnect_for_s: float = RECONNECT_FOR_S
     """How long to try again after a cut in mid text before giving up; 0 gives up at once."""
+    user_text_tokens: int = 65_536
+    """How much of the user's own text is remembered for look-up (`SpeculativeClient.remember`); 0: none."""
     overload_wait_s: float = OVERLOAD_WAIT_S
     """How long a text may wait for room at a verifier that is full; 0 gives up at once."""
 
@@ -82,6 +92,7 @@ class ClientConfig:
                 "timeout_s": (0.05, 600),
                 "reconnect_for_s": (0, 86_400),
                 "overload_wait_s": (0, 86_400),
+                "user_text_tokens": (0, 2**24),
             },
         )
 
@@ -117,6 +128,10 @@ class SpeculativeClient:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="draftwire-draft")
         self._places = asyncio.Semaphore(concurrency)
         self._idle = [] if drafter is None else [drafter]
+        self.user_text = UserText(self.config.user_text_tokens) if self.config.user_text_tokens else None
+        """The user's own accepted text, on this device only; `remember` adds to it, `forget` clears it."""
+        self.experience = Experience.fresh()
+        """What was learnt of this pair of models: it outlives a text."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -149,7 +164,7 @@ class SpeculativeClient:
             raise ModelMismatch(f"the verifier at {config.verifier} serves {card.model_name}, not {config.target_name}")
         target = Fingerprint.from_wire(card.fingerprint_blocks)
         check_compatible(fingerprint_here, target, Path(config.draft).name, card.model_name)
-        if self._drafter is None and config.hint_tokens > 0:
+        if self._drafter is None and config.hint_tokens > 0 and config.drafter != "retrieval":
             self._idle = await loop.run_in_executor(self._executor, self._build_drafters)
             self._drafter = self._idle[-1]
         return card
@@ -207,6 +222,18 @@ class SpeculativeClient:
             raise ConfigError("the prompt is empty", field="prompt")
         return ids
 
+    # ------------------------------------------------------------ the user's own text
+
+    def remember(self, text: str | Sequence[int]) -> None:
+        """Text that the user has accepted: look-up drafts from it from now on. It never leaves the device."""
+        if self.user_text is not None:
+            self.user_text.add(self.tokenizer.encode(text) if isinstance(text, str) else text)
+
+    def forget(self) -> None:
+        """Clears all text that was remembered."""
+        if self.user_text is not None:
+            self.user_text.clear()
+
     # ------------------------------------------------------------ generating
 
     async def stream(
@@ -223,6 +250,9 @@ class SpeculativeClient:
         hint_tokens: int | None = None,
         hint_width: int | None = None,
         hint_reach: float | None = None,
+        offline: OfflinePolicy | None = None,
+        previews: bool = False,
+        trace: TraceSink | None = None,
         logprobs: bool = False,
         keep_special: bool = False,
         target_id: bytes = b"",
@@ -231,8 +261,9 @@ class SpeculativeClient:
         """Events of one generation, `Done` last. A raw prompt, chat messages, or ids.
 
         What is None comes from the target (`sampling`, `stop_ids`) or the settings (`pace`, `hint_tokens`,
-        `hint_width`, `hint_reach`); `on_open` is told the session's seed. `target_id` refuses a verifier that serves
-        another target by now; empty takes any. Leaving the iteration early ends both sides.
+        `hint_width`, `hint_reach`, `offline`); `on_open` is told the session's seed. `previews`: tell where the text
+        probably goes, too. `trace` records what both sides do. `target_id` refuses a verifier that serves another
+        target by now; empty takes any. Leaving the iteration early ends both sides.
         Raises: ConfigError, RemoteProtocolError (naming the field), TransportError, Overloaded, SessionError,
         ModelError.
         """
@@ -257,19 +288,33 @@ class SpeculativeClient:
         text = TextStream(self.tokenizer.vocabulary, _checked_stops(stop), keep_special=keep_special)
         depth = self.config.hint_tokens if hint_tokens is None else hint_tokens
         async with self._place(depth) as drafter:
-            if drafter is None and pace is None:
+            if drafter is None and pace is None and (self.config.drafter == "model" or depth == 0):
                 request = replace(request, pace=PaceKind.RUN_ON)
+            settings = EngineSettings(
+                depth=depth,
+                width=self._width(request, hint_width),
+                reach=self.config.hint_reach if hint_reach is None else hint_reach,
+                pace=request.pace,
+            )
+            retrieval = RetrievalDrafter(self.user_text) if self.config.drafter != "model" and depth > 0 else None
+            if retrieval is not None:
+                retrieval.begin(draft_task(request, 0, 0))
             generation = Generation(
-                self._connected_transport(),
-                request,
+                SessionStream(
+                    self._connected_transport(), request, self.config.reconnect_for_s, self.config.overload_wait_s
+                ),
+                EdgeEngine(
+                    request,
+                    settings,
+                    has_model=drafter is not None,
+                    retrieval=retrieval,
+                    experience=self.experience,
+                ),
                 drafter,
                 text,
-                budget=Budget(max(1, depth), self._width(request, hint_width)),
-                reach=self.config.hint_reach if hint_reach is None else hint_reach,
                 executor=self._executor,
-                secret=secrets.randbits(64),
-                reconnect_for_s=self.config.reconnect_for_s,
-                overload_wait_s=self.config.overload_wait_s,
+                manner=Manner(offline or OfflinePolicy(self.config.offline), previews, secrets.randbits(64)),
+                trace=trace,
             )
             async with aclosing(generation.run()) as events:
                 is_told = False

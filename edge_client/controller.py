@@ -54,7 +54,9 @@ class Decision:
     pace: PaceKind
     margin_s: float
     """Hints leave so long before the last moment."""
+    reason: str
     why: str
+    """The reason and all that was gone by, in one line."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class Controller:
         """A probe was drafted."""
         self._probed_at = now
 
+    def stop(self, why: str) -> None:
+        """No hints any more."""
+        self._is_resting, self._reason, self._rest_until = True, why, math.inf
+        self._probed_at = math.inf
+
     def note_pause(self) -> None:
         """The stream was cut: the time until the next commit says nothing."""
         self._last = None
@@ -114,7 +121,7 @@ class Controller:
         """What to do now. `has_free_hints`: some drafter costs no time to speak of."""
         gain = self.expected_gain(clock, has_free_hints)
         if self.settings.depth <= 0:
-            return self._decision(now, clock, gain, "the caller asks for none")
+            return self._decision(now, clock, gain, "none are wanted")
         if self._is_resting:
             if now >= self._rest_until and gain > WORTH_IT:
                 self._is_resting, self._reason = False, f"expected gain {gain:.2f}"
@@ -182,7 +189,9 @@ class Controller:
             f"{what}; gain {gain:.2f}, acceptance {self.acceptance.share:.2f}, round trip {_ms(clock.round_trip_s)}, "
             f"step {_ms(clock.step_s)}, draft {_ms(clock.draft_s)}, margin {_ms(margin_s)}"
         )
-        return Decision(is_drafting, is_probe, self.settings.depth, self.settings.width, pace, margin_s, text)
+        return Decision(
+            is_drafting, is_probe, self.settings.depth, self.settings.width, pace, margin_s, reason=why, why=text
+        )
 
 
 def _ms(seconds: float | None) -> str:

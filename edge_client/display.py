@@ -38,7 +38,7 @@ class TextPrinter:
 
     def state(self, event: StateChanged) -> None:
         """Prints a change that a user should know of; drafting as such is not one."""
-        if event.state is State.RECONNECTING or event.detail:
+        if event.state in (State.OFFLINE, State.UNVERIFIED) or event.detail:
             note = f"[{event.state.value}: {event.detail}]"
             print(f"{DIM}{note}{PLAIN}" if has_colour(sys.stderr) else note, file=sys.stderr, flush=True)
 

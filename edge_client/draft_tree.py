@@ -150,11 +150,9 @@ class DraftTree:
                 reach = here.reach * child.chance
                 pending.append(Standing(child, reach, here.depth + 1, here.sent_depth + is_sent))
 
-    def best_path(self) -> tuple[int, ...]:
-        """The likeliest continuation, as far as it was drafted: the preview."""
-        ids: list[int] = []
+    def best_node(self) -> DraftNode:
+        """The end of the likeliest continuation, as far as it was drafted; the root if nothing was."""
         node = self.root
         while node.children:
             node = max(node.children.values(), key=lambda child: child.chance)
-            ids.append(node.token)
-        return tuple(ids)
+        return node

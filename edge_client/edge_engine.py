@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from edge_client.calibration import Calibration, Recent
 from edge_client.controller import Controller, Decision, EngineSettings
+from edge_client.counters import Counters
 from edge_client.draft_tree import DraftNode, DraftTree, Standing
 from edge_client.drafter import Budget, Drafter, HintTree
 from edge_client.link_clock import LinkClock
@@ -21,8 +22,10 @@ from shared.types import Commit, Hint, Limits, Open, Opened, PaceKind, Rule
 
 LEAST_CHANCE = 0.03
 """An alternative less likely than this is not sent beside a likelier one."""
-RETRIEVED_IDS = 12
-MAX_PATH_NODES = 1024
+RETRIEVED_IDS, RETRIEVED_WIDTH = 12, 2
+MAX_TREE_NODES = 1024
+LOCAL_IDS = 512
+"""How far the draft writes alone at most."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,6 @@ class Experience:
     def fresh(cls) -> Experience:
         """Nothing learnt yet."""
         return cls(Calibration(), Recent(0.7))
-
-
-@dataclass
-class Counters:
-    """What the engine did in one epoch."""
-
-    draft_steps: int = 0
-    late_drafts: int = 0
-    """Draft steps that ended after the text had left their path or passed it."""
-    hints: int = 0
-    hint_nodes: int = 0
-    rebases: int = 0
-    judged_by_depth: tuple[int, ...] = ()
-    right_by_depth: tuple[int, ...] = ()
 
 
 class EdgeEngine:
@@ -89,6 +78,8 @@ class EdgeEngine:
         self._tree = DraftTree(request.ids[-1], self._length, self.experience.calibration, self._is_chain)
         self._job: DraftJob | None = None
         self._next_node, self._acked, self._needs_digest = 1, self._length, True
+        self._is_online, self._is_local = False, False
+        self._draft_is_warm = False
         self._depth_right: list[int] = []
         self._depth_judged: list[int] = []
         self.decision = self._decide(0.0)
@@ -101,9 +92,22 @@ class EdgeEngine:
         self._ids = ids
         self._next_node, self._needs_digest, self._acked = opened.next_node, True, len(ids)
         self._tree.forget_numbers()
+        self._is_online, self._is_local = True, False
         self.clock.note_opened(took_s)
         self.controller.note_pause()
+        self._sync_retrieval()
         self._retrieve(self._tree.root)
+        self.decision = self._decide(now)
+
+    def went_offline(self, now: float, is_local: bool) -> None:
+        """The stream was cut. `is_local`: the likeliest path is drafted on meanwhile."""
+        self._is_online, self._is_local = False, is_local
+        self.clock.last_commit_at = None
+        self.decision = self._decide(now)
+
+    def stop_drafting(self, why: str, now: float) -> None:
+        """No hints any more in this text."""
+        self.controller.stop(why)
         self.decision = self._decide(now)
 
     def committed(self, ids: Sequence[int], commit: Commit, now: float) -> float | None:
@@ -126,6 +130,7 @@ class EdgeEngine:
         if commit.dropped_over_budget:
             self._tree.forget_numbers()
             self.counters.rebases += 1
+        self._sync_retrieval()
         if not self._tree.root.heard:
             self._retrieve(self._tree.root)
         self.decision = self._decide(now)
@@ -146,8 +151,14 @@ class EdgeEngine:
         """A draft step has ended. An empty proposal means that the model can go no further here."""
         assert job is self._job
         self._job = None
-        self.clock.note_draft(took_s)
+        if self._draft_is_warm:  # the first step feeds the whole context
+            self.clock.note_draft(took_s)
+        self._draft_is_warm = True
         self.counters.draft_steps += 1
+        if not proposed.ids and not job.budget.path and job.length == self._length:
+            self._has_model = False
+            if self._retrieval is None:
+                self.controller.stop("the draft model's context is full")
         if job.is_probe:
             self.controller.note_probe(now)
         if self._tree.holds(job.node):
@@ -174,13 +185,16 @@ class EdgeEngine:
 
     # ------------------------------------------------------------ retrieval
 
+    def _sync_retrieval(self) -> None:
+        if self._retrieval is not None and self._settings.depth > 0:
+            self._retrieval.sync(self._ids)
+
     def _retrieve(self, node: DraftNode) -> None:
         if self._retrieval is None or self._settings.depth <= 0 or self._retrieval.name in node.heard:
             return
         depth = min(RETRIEVED_IDS, self._room(node))
         if depth > 0:
-            self._retrieval.sync(self._ids)
-            budget = Budget(depth, self._settings.width, node.path())
+            budget = Budget(depth, min(RETRIEVED_WIDTH, self._settings.width), node.path())
             proposed = self._retrieval.propose(budget)
             if proposed.ids:
                 self._tree.add(node, proposed, self._retrieval.name)
@@ -197,6 +211,8 @@ class EdgeEngine:
         """The draft step to run now; None if one is running, or none is worth it."""
         if self._job is not None or not self._has_model:
             return None
+        if not self._is_online:
+            return self._next_local_job()
         decision = self.decision
         if not decision.is_drafting:
             decision = self.decision = self._decide(now)
@@ -206,6 +222,14 @@ class EdgeEngine:
                 self._job = self._job_of(best.node, is_probe=False)
         elif decision.is_probe and not self._tree.root.heard and self._room(self._tree.root) > 0:
             self._job = self._job_of(self._tree.root, is_probe=True)
+        return self._job
+
+    def _next_local_job(self) -> DraftJob | None:
+        """While the draft writes alone: the end of the likeliest path."""
+        tip = self._tree.best_node()
+        ahead = tip.position - self._tree.root.position
+        if self._is_local and ahead < LOCAL_IDS and self._is_expandable(tip):
+            self._job = self._job_of(tip, is_probe=False)
         return self._job
 
     def _job_of(self, node: DraftNode, is_probe: bool) -> DraftJob:
@@ -225,7 +249,7 @@ class EdgeEngine:
             score = standing.reach * self._in_time(standing, missed)
             if score > best_score or (best is None and score >= best_score):
                 best, best_score = standing, score
-        return None if count > MAX_PATH_NODES else best
+        return None if count > MAX_TREE_NODES else best
 
     def _missed(self, sent_at: float) -> int:
         """How many steps begin, from the last commit on, before a hint sent then arrives."""
@@ -264,7 +288,7 @@ class EdgeEngine:
 
     def send_at(self, now: float) -> float | None:
         """When a hint is due; None if there is nothing to send."""
-        if not self.decision.is_drafting or not self._pending(now):
+        if not self._is_online or not self.decision.is_drafting or not self._pending(now):
             return None
         if self._settings.pace is PaceKind.WAIT and not self._is_verifier_at_work():
             return now if self._is_enough(now) else math.inf
@@ -283,7 +307,7 @@ class EdgeEngine:
             return True
         draft, step, last = self.clock.draft_s, self.clock.step_s, self.clock.last_commit_at
         if draft is None or step is None or last is None:
-            return len(self._tree.best_path()) >= 4
+            return len(self.preview()) >= 4
         cycle_s = now - last + (self.clock.round_trip_s or 0.0) + step
         gained = 1.0 + sum(s.reach for s in self._tree.standings() if s.depth)
         next_gain = self._settings.reach if best is None else best.reach
@@ -376,10 +400,11 @@ class EdgeEngine:
 
     def preview(self) -> tuple[int, ...]:
         """Where the text probably goes, as far as drafted."""
-        return self._tree.best_path()
+        return self._tree.best_node().path()
 
     def usage(self) -> Counters:
         """Counters so far."""
+        self.counters.rests = self.controller.rests
         self.counters.judged_by_depth = tuple(self._depth_judged)
         self.counters.right_by_depth = tuple(self._depth_right)
         return self.counters

@@ -5,9 +5,10 @@ Must not know: wire, drafting. Made by `generate`, passed on by `client`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+from edge_client.counters import Counters
 from edge_client.transport import Traffic
 from shared.types import Usage
 
@@ -26,14 +27,28 @@ class FinishReason(Enum):
 
 
 class State(Enum):
-    """How text comes at the moment."""
+    """How text comes at the moment, and whether it can be relied on."""
 
+    VERIFIED = "verified"
+    """No hints: the verifier streams alone, and all text shown is committed."""
     DRAFTING = "drafting"
-    """Hints go up, commits come down."""
-    STREAMING = "streaming"
-    """No hints: the verifier streams alone."""
-    RECONNECTING = "reconnecting"
-    """The stream was cut; committed text stands."""
+    """Hints go up, commits come down; a preview may run ahead of the committed text."""
+    UNVERIFIED = "unverified"
+    """The network is gone and the draft goes on alone: its text is a preview, to be verified and replaced where the
+    target differs."""
+    OFFLINE = "offline"
+    """The network is gone, or the verifier has no room: nothing comes; committed text stands."""
+
+
+class OfflinePolicy(Enum):
+    """What to do while the verifier cannot be reached."""
+
+    LOCAL = "local"
+    """Go on with the draft alone, marked as unverified; verify it when the verifier is back."""
+    WAIT = "wait"
+    """Stand still until the verifier is back."""
+    FAIL = "fail"
+    """Raise at once."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,16 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Preview:
+    """Where the text probably goes behind what is committed. Replaces the preview before it; empty: there is none."""
+
+    text: str
+    ids: tuple[int, ...]
+    is_unverified: bool
+    """True while the draft writes alone, for want of a network."""
+
+
+@dataclass(frozen=True)
 class StateChanged:
     """Text comes in another way from now on."""
 
@@ -74,6 +99,19 @@ class Report:
     draft_s: float
     hints: int
     reconnects: int
+    engine: Counters = field(default_factory=Counters)
+    round_trip_s: float | None = None
+    """The link there and back, as last measured; None if it never was."""
+    step_s: float | None = None
+    """A step of the verifier."""
+    draft_step_s: float | None = None
+    """One draft step."""
+
+    @property
+    def acceptance_by_depth(self) -> tuple[float, ...]:
+        """Share of commits whose first, second, ... id was hinted rightly, of those that had a hint there."""
+        pairs = zip(self.engine.right_by_depth, self.engine.judged_by_depth, strict=True)
+        return tuple(right / judged if judged else 0.0 for right, judged in pairs)
 
     @property
     def tokens_per_s(self) -> float:
@@ -112,7 +150,7 @@ class Done:
     """The stop string that ended it, if one did."""
 
 
-Event = Committed | StateChanged | Done
+Event = Committed | Preview | StateChanged | Done
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,42 @@
-"""The loop of one generation: reads commits, drafts on a worker thread, sends hints. It waits for neither.
+"""The loop of one generation: reads commits, drafts on a worker thread, sends hints; none waits for another.
 
-Must not know: gRPC, protobuf, model files. Called by `client.stream`; calls the Drafter, the Connection and the text.
-In this version a new hint is drafted when the last one has been judged; hints and commits are independent frames all
-the same: a commit may come without a hint, a hint may come to nothing.
+Must not know: gRPC, protobuf, model files. Called by `client.stream`. What to draft and when to send is said by
+`edge_engine`, cuts are bridged by `session_stream`; this file moves results between them and tells the caller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
-from edge_client.events import Committed, Done, Event, FinishReason, Piece, Report, State, StateChanged
-from edge_client.hint_length import HintLength
-from edge_client.session_stream import OVERLOAD_WAIT_S, RECONNECT_FOR_S, SessionStream, cut_or_error
-from edge_client.text import TextStream
-from edge_client.transport import Transport
-from shared.errors import Overloaded, RemoteProtocolError, TransportError
-from shared.randomness import short_digest
-from shared.types import (
-    Commit,
-    DownFrame,
-    Epoch,
-    Fault,
-    Finished,
-    Hint,
-    Open,
-    Opened,
-    Pace,
-    PaceKind,
-    Reason,
-    Usage,
+from edge_client.draft_worker import DraftWorker
+from edge_client.drafter import Drafter, DraftTask
+from edge_client.edge_engine import EdgeEngine
+from edge_client.events import (
+    Committed,
+    Done,
+    Event,
+    FinishReason,
+    OfflinePolicy,
+    Piece,
+    Preview,
+    Report,
+    State,
+    StateChanged,
 )
+from edge_client.session_stream import SessionStream, cut_or_error
+from edge_client.text import TextStream
+from edge_client.trace import NoTrace, TraceSink
+from shared.errors import DraftwireError, Overloaded, RemoteProtocolError, TransportError
+from shared.types import Commit, DownFrame, Fault, Finished, Hint, Open, Opened, Pace, PaceKind, Reason, Usage
+
+log = logging.getLogger("draftwire.engine")
 
 _REASONS = {
     Reason.STOP_ID: FinishReason.STOP,
@@ -46,20 +46,15 @@ _REASONS = {
 }
 
 
-@dataclass
-class _Outstanding:
-    """The hint on its way: its nodes by path, to see from commits whether any of it may still be judged."""
+@dataclass(frozen=True)
+class Manner:
+    """How a caller wants a generation to go."""
 
-    last_node: int
-    base: int
-    paths: set[tuple[int, ...]]
-
-    def is_open(self, ids: Sequence[int], seen_node: int) -> bool:
-        """False once it was judged, or once the committed ids have left all its paths or passed them."""
-        if seen_node >= self.last_node:
-            return False
-        walked = tuple(ids[self.base :])
-        return any(len(path) > len(walked) and path[: len(walked)] == walked for path in self.paths)
+    offline: OfflinePolicy = OfflinePolicy.WAIT
+    previews: bool = False
+    """Tell where the text probably goes, whenever that changes."""
+    secret: int = 0
+    """Keys the draft draws of the rejection rule."""
 
 
 class Generation:
@@ -67,31 +62,29 @@ class Generation:
 
     def __init__(
         self,
-        transport: Transport,
-        request: Open,
+        stream: SessionStream,
+        engine: EdgeEngine,
         drafter: Drafter | None,
         text: TextStream,
         *,
-        budget: Budget,
         executor: Executor,
-        secret: int,
-        reach: float = 0.0,
-        reconnect_for_s: float = RECONNECT_FOR_S,
-        overload_wait_s: float = OVERLOAD_WAIT_S,
+        manner: Manner | None = None,
+        trace: TraceSink | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`drafter` None: plain streaming. `secret` keys the draft draws of the rejection rule; `reach`: HintLength."""
-        self._length = HintLength(reach)
-        self._stream = SessionStream(transport, request, self._begin, reconnect_for_s, overload_wait_s)
-        self._drafter, self._text = drafter, text
-        self._budget, self._executor, self._secret = budget, executor, secret
-        self._outstanding: _Outstanding | None = None
-        self._next_node, self._seen_node = 1, 0
-        self._needs_digest, self._has_begun = True, False
-        self._acked = len(request.ids)
-        self._steps = self._accepted = self._hints = 0
-        self._cut: TransportError | None = None
-        self._draft_s = 0.0
-        self._started = self._first_token_at = 0.0
+        """`drafter` None: no model drafts here; `engine` knows whether another way does."""
+        self._stream, self._engine, self._text = stream, engine, text
+        self._stream.on_opened = self._begin
+        self._drafter, self._worker = drafter, DraftWorker(drafter, executor, clock)
+        self._manner, self._trace, self._clock = manner or Manner(), trace or NoTrace(), clock
+        self._pace = stream.request.pace
+        self._state: State | None = None
+        self._preview: tuple[int, ...] = ()
+        self._sending: asyncio.Task[None] | None = None
+        self._has_begun = False
+        self._stop: str | None = None
+        self._steps = self._accepted = 0
+        self._started = self._first_token_at = self._asked_at = 0.0
 
     @property
     def ids(self) -> list[int]:
@@ -112,132 +105,200 @@ class Generation:
 
     async def run(self) -> AsyncGenerator[Event, None]:
         """Events until Done. Raises: DraftwireError when it cannot go on."""
-        self._started = time.perf_counter()
+        self._started = self._asked_at = self._clock()
+        cut: DraftwireError | None = None
         try:
             try:
                 await self._stream.open()
             except (TransportError, Overloaded) as error:  # no verifier at the moment, or one without room
-                yield StateChanged(State.RECONNECTING, error.message)
-                await self._stream.reconnect(error)
-            yield self._state()
+                cut = error
             while True:
+                if cut is not None:
+                    async with aclosing(self._bridge(cut)) as events:
+                        async for event in events:
+                            yield event
                 try:
-                    async with aclosing(self._follow()) as events:  # a draft in progress ends before this does
+                    async with aclosing(self._follow()) as events:
                         async for event in events:
                             yield event
                             if isinstance(event, Done):
                                 return
                 except TransportError as error:
-                    yield StateChanged(State.RECONNECTING, error.message)
-                    await self._stream.reconnect(error)
-                    yield self._state()
+                    cut = error
         finally:
             await self._stream.say_goodbye()
 
     async def _follow(self) -> AsyncGenerator[Event, None]:
-        """Serves one connection: whichever is ready first, a frame or a draft."""
-        draft: asyncio.Future[tuple[int, HintTree]] | None = None
+        """Serves one connection: whichever is ready first, a frame, a draft, a frame sent, or the time to send."""
         if self._stream.reconnects:  # a change of pace may have been lost with the stream
-            await self._send_pace(self._stream.request.pace)
+            self._pace = self._stream.request.pace
+            await self._send_pace(self._engine.decision.pace)
         try:
             while True:
-                if draft is None and self._wants_hint():
-                    draft = self._start_draft()
-                receive = self._stream.receiving()
-                waiting: set[asyncio.Future[Any]] = {receive} if draft is None else {receive, draft}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if draft is not None and draft.done():
-                    finished, draft = draft, None
-                    if event := await self._take_draft(finished):
-                        yield event
-                if receive.done():
-                    for event in await self._apply(self._stream.take()):
+                for event in self._changes():
+                    yield event
+                self._worker.start(self._engine, self._stream.ids, self._clock())
+                timeout_s = self._start_sending()
+                await self._one_of(timeout_s)
+                self._take_draft()
+                cut = await self._sent()
+                if self._stream.has_frame:
+                    for event in self._apply(self._stream.take()):
                         yield event
                         if isinstance(event, Done):
                             return
-                if self._cut is not None:
-                    cut, self._cut = self._cut, None
+                if self._stop is not None:
+                    await self._settle()
+                    await self._stream.say_goodbye()
+                    yield self._done(FinishReason.STOP, self._stop)
+                    return
+                if cut is not None:
                     raise cut
         finally:
-            if draft is not None:
-                await _ended(draft)  # the drafter is in use until then
+            await self._settle()
 
-    def _state(self) -> StateChanged:
-        return StateChanged(State.DRAFTING if self._drafter else State.STREAMING)
+    async def _one_of(self, timeout_s: float | None) -> None:
+        waiting: set[asyncio.Future[Any]] = {self._stream.receiving()}
+        waiting |= {each for each in (self._worker.running, self._sending) if each is not None}
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
-    # ------------------------------------------------------------ hints up
+    async def _settle(self) -> None:
+        """Ends what is under way on this connection: the drafter is in use until its step ends."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.cancel()
+            await asyncio.wait({sending})
+            if not sending.cancelled():
+                sending.exception()
+        await self._worker.ended(self._engine)
 
-    def _wants_hint(self) -> bool:
-        ids, request = self._stream.ids, self._stream.request
-        is_stopped = len(ids) > request.generated_from and ids[-1] in request.stop_ids
-        if self._drafter is None or self._room() <= 0 or is_stopped:
-            return False
-        outstanding = self._outstanding
-        return outstanding is None or not outstanding.is_open(self._stream.ids, self._seen_node)
+    async def _bridge(self, cut: DraftwireError) -> AsyncGenerator[Event, None]:
+        """From a cut to the next stream. Under `local` the draft goes on writing, marked as unverified.
 
-    def _room(self) -> int:
-        """How many ids may still come."""
-        return self._stream.request.generated_from + self._stream.request.max_new_tokens - len(self._stream.ids)
-
-    def _start_draft(self) -> asyncio.Future[tuple[int, HintTree]]:
-        assert self._stream.opened is not None
-        ids, most = list(self._stream.ids), self._stream.opened.limits.max_frame_nodes // self._budget.width
-        depth = self._length.depth(self._budget.depth)
-        budget = replace(self._budget, depth=max(1, min(depth, self._room(), most)))
-        assert self._drafter is not None
-        return asyncio.get_running_loop().run_in_executor(self._executor, self._draft, self._drafter, ids, budget)
-
-    def _draft(self, drafter: Drafter, ids: list[int], budget: Budget) -> tuple[int, HintTree]:
-        """(worker thread)"""
-        started = time.perf_counter()
-        drafter.sync(ids)
-        tree = drafter.propose(budget)
-        self._draft_s += time.perf_counter() - started
-        return len(ids), tree
-
-    async def _take_draft(self, draft: asyncio.Future[tuple[int, HintTree]]) -> Event | None:
-        """Sends what was drafted. A drafter that fails costs its hints, never the text."""
+        Raises: the failure that lasted too long.
+        """
+        if self._manner.offline is OfflinePolicy.FAIL and isinstance(cut, TransportError):
+            raise cut
+        is_local = self._manner.offline is OfflinePolicy.LOCAL and self._drafter is not None and self.is_open
+        self._engine.went_offline(self._clock(), is_local=is_local)
+        yield self._enter(State.UNVERIFIED if is_local else State.OFFLINE, cut.message)
+        self._asked_at = self._clock()
+        reconnecting = asyncio.ensure_future(self._stream.reconnect(cut))
         try:
-            base, tree = draft.result()
-        except Exception as error:
-            return await self._stream_alone(f"drafting failed: {error}")
-        return await self._send_hint(base, tree)
+            while not reconnecting.done():
+                self._worker.start(self._engine, self._stream.ids, self._clock())
+                running = self._worker.running
+                await asyncio.wait(
+                    {reconnecting} | ({running} if running is not None else set()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self._take_draft()
+                if (preview := self._changed_preview()) is not None:
+                    yield preview
+            reconnecting.result()
+        finally:
+            reconnecting.cancel()
+            await asyncio.wait({reconnecting})
+            if not reconnecting.cancelled():
+                reconnecting.exception()
+            await self._worker.ended(self._engine)
 
-    async def _send_hint(self, base: int, tree: HintTree) -> Event | None:
-        """Sends a drafted tree unless the text has left it meanwhile; without a tree the verifier streams alone."""
-        if self._drafter is None:  # turned off while this was drafted
+    # ------------------------------------------------------------ what the caller is told
+
+    def _changes(self) -> list[Event]:
+        """A change of state or preview since the last look."""
+        decision = self._engine.decision
+        state = State.DRAFTING if decision.is_drafting else State.VERIFIED
+        events: list[Event] = []
+        if state is not self._state:
+            log.debug("%s", decision.why)
+            events.append(self._enter(state, "" if self._state is None else decision.reason))
+        preview = self._changed_preview()
+        return [*events, preview] if preview is not None else events
+
+    def _enter(self, state: State, detail: str) -> StateChanged:
+        self._state = state
+        self._trace.state(self._clock(), state.value, detail)
+        return StateChanged(state, detail)
+
+    def _changed_preview(self) -> Preview | None:
+        if not self._manner.previews:
             return None
-        if not tree.ids:
-            return await self._stream_alone("the draft model's context is full")
-        outstanding = _Outstanding(self._next_node + len(tree.ids) - 1, base, _paths(tree))
-        if not outstanding.is_open(self._stream.ids, 0):
+        ids = self._engine.preview()
+        if ids == self._preview:
             return None
-        self._outstanding = outstanding
-        digest = short_digest(self._stream.ids[:base]) if self._needs_digest else None
-        hint = encode_tree(self._stream.request.epoch, self._next_node, base, tree, len(self._stream.ids), digest)
-        self._next_node += len(tree.ids)
-        self._needs_digest = False
-        self._hints += 1
-        self._acked = len(self._stream.ids)
-        await self._stream.send(hint)
+        self._preview = ids
+        return Preview(self._text.preview(ids), ids, self._state is State.UNVERIFIED)
+
+    # ------------------------------------------------------------ drafts
+
+    def _take_draft(self) -> None:
+        """A drafter that fails costs its hints, never the text."""
+        finished = self._worker.take()
+        if finished is None:
+            return
+        if finished.error is not None:
+            self._engine.failed(finished.job)
+            self._engine.stop_drafting(f"drafting failed: {finished.error}", self._clock())
+            return
+        assert self._drafter is not None
+        path_length, nodes = len(finished.job.budget.path), len(finished.tree.ids)
+        self._trace.drafted(finished.started_at, finished.ended_at, path_length, nodes, self._drafter.name)
+        took_s = finished.ended_at - finished.started_at
+        self._engine.drafted(finished.job, finished.tree, self._drafter.name, self._clock(), took_s)
+
+    # ------------------------------------------------------------ frames up
+
+    def _start_sending(self) -> float | None:
+        """Begins to send what is due; returns how long until something may be due, None if only an event can tell."""
+        if self._sending is not None:
+            return None
+        now = self._clock()
+        if self._engine.decision.pace is not self._pace or self._owes_ack():
+            self._sending = asyncio.ensure_future(self._send_pace(self._engine.decision.pace))
+            return None
+        due = self._engine.send_at(now)
+        if due is None:
+            return None
+        if due > now:
+            return due - now
+        hint = self._engine.take_hint(now)
+        if hint is not None:
+            self._sending = asyncio.ensure_future(self._send_hint(hint))
         return None
 
-    async def _stream_alone(self, why: str) -> Event:
-        self._drafter = None
-        await self._send_pace(PaceKind.RUN_ON)
-        return StateChanged(State.STREAMING, why)
+    def _owes_ack(self) -> bool:
+        return self._engine.unacknowledged >= max(1, self._stream.request.run_ahead // 2)
+
+    async def _send_hint(self, hint: Hint) -> None:
+        before = self._stream.traffic.hint_bytes
+        await self._stream.send(hint)
+        size = self._stream.traffic.hint_bytes - before
+        self._trace.hint_sent(self._clock(), hint.first_node, len(hint.ids), size)
 
     async def _send_pace(self, pace: PaceKind) -> None:
-        self._stream.request = replace(self._stream.request, pace=pace)
-        self._acked = len(self._stream.ids)
-        await self._stream.send(Pace(self._stream.request.epoch, pace, self._stream.request.run_ahead, self._acked))
+        request = self._stream.request = replace(self._stream.request, pace=pace)
+        self._pace = pace
+        self._engine.acknowledged()
+        await self._stream.send(Pace(request.epoch, pace, request.run_ahead, self._engine.length))
 
-    # ------------------------------------------------------------ commits down
+    async def _sent(self) -> TransportError | None:
+        """Clears a frame that was sent; what kept it from being sent, so that what came is told first."""
+        if self._sending is None or not self._sending.done():
+            return None
+        sending, self._sending = self._sending, None
+        try:
+            sending.result()
+        except TransportError as error:
+            return error
+        return None
 
-    async def _apply(self, frame: DownFrame | None) -> list[Event]:
+    # ------------------------------------------------------------ frames down
+
+    def _apply(self, frame: DownFrame | None) -> list[Event]:
         match frame:
             case Commit():
-                return await self._apply_commit(frame)
+                return self._apply_commit(frame)
             case Finished():
                 if frame.epoch != self._stream.request.epoch:
                     return []
@@ -245,7 +306,8 @@ class Generation:
                 last = [Committed(delta.text, (), (Piece(delta.text, -1, False),))] if delta.text else []
                 return [*last, self._done(_REASONS[frame.reason], delta.stop_matched)]
             case Fault(answers="hint" | "pace"):
-                return [await self._stream_alone(f"the verifier refused a {frame.answers}: {frame.message}")]
+                self._engine.stop_drafting(f"the verifier refused a {frame.answers}: {frame.message}", self._clock())
+                return []
             case Fault():
                 raise cut_or_error(frame)
             case None:
@@ -253,45 +315,51 @@ class Generation:
             case _:
                 return []
 
-    async def _apply_commit(self, commit: Commit) -> list[Event]:
+    def _apply_commit(self, commit: Commit) -> list[Event]:
         if commit.epoch != self._stream.request.epoch:
             return []
-        fresh = len(self._stream.ids) - commit.start  # ids of this commit that are held already, after a resume
-        if fresh < 0 or tuple(self._stream.ids[commit.start : commit.end]) != commit.ids[:fresh]:
+        now, ids = self._clock(), self._stream.ids
+        fresh = len(ids) - commit.start  # ids of this commit that are held already, after a resume
+        if fresh < 0 or tuple(ids[commit.start : commit.end]) != commit.ids[:fresh]:
             raise RemoteProtocolError(f"commit.start {commit.start} does not continue the text", field="commit.start")
-        if self._outstanding is not None and self._seen_node < self._outstanding.last_node <= commit.seen_node:
-            self._length.learn(commit.accepted, commit.last_accepted_node == self._outstanding.last_node)
-        self._seen_node = max(self._seen_node, commit.seen_node)
         self._steps += 1
-        if self._first_token_at == 0.0:
-            self._first_token_at = time.perf_counter()
+        self._first_token_at = self._first_token_at or now
         pieces: list[Piece] = []
         for index in range(fresh, len(commit.ids)):
             delta = self._text.push([commit.ids[index]])
-            self._stream.ids.append(commit.ids[index])
+            ids.append(commit.ids[index])
             pieces.append(Piece(delta.text, commit.ids[index], index < commit.accepted))
             self._accepted += index < commit.accepted
             if delta.stop_matched is not None:
-                return [self._committed(commit, fresh, pieces), await self._stopped(delta.stop_matched)]
-        if len(self._stream.ids) - self._acked >= max(1, self._stream.request.run_ahead // 2):
-            try:
-                await self._send_pace(self._stream.request.pace)
-            except TransportError as error:  # what came is told first
-                self._cut = error
-        return [self._committed(commit, fresh, pieces)]
+                self._stop = delta.stop_matched
+                break
+        committed = self._committed(commit, fresh, pieces)
+        self._tell_engine(commit, committed.text, now)
+        return [committed]
+
+    def _tell_engine(self, commit: Commit, text: str, now: float) -> None:
+        round_trip_s = self._engine.committed(self._stream.ids, commit, now)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("+%d %s", len(commit.ids), self._engine.explain())
+        self._trace.commit_received(
+            now,
+            commit.start,
+            commit.ids,
+            commit.accepted,
+            step_us=commit.step_us,
+            queue_us=commit.queue_us,
+            round_trip_s=round_trip_s if round_trip_s is not None else self._engine.clock.round_trip_s or 0.0,
+            text=text,
+            seen_node=commit.seen_node,
+        )
 
     def _committed(self, commit: Commit, first: int, pieces: list[Piece]) -> Committed:
         ids = tuple(piece.token for piece in pieces)
         logprobs = commit.logprobs[first : first + len(pieces)]
         return Committed("".join(piece.text for piece in pieces), ids, tuple(pieces), logprobs)
 
-    async def _stopped(self, stop: str) -> Done:
-        """A stop string is complete: the text ends here, whatever the verifier has committed beyond."""
-        await self._stream.say_goodbye()
-        return self._done(FinishReason.STOP, stop)
-
     def _done(self, reason: FinishReason, stop: str | None = None) -> Done:
-        now = time.perf_counter()
+        now, clock, counters = self._clock(), self._engine.clock, self._engine.usage()
         usage = replace(
             self._stream.finished.usage if self._stream.finished else Usage(),
             steps=self._steps,
@@ -304,64 +372,34 @@ class Generation:
             traffic=self._stream.traffic,
             wall_s=now - self._started,
             first_token_s=(self._first_token_at or now) - self._started,
-            draft_s=self._draft_s,
-            hints=self._hints,
+            draft_s=self._worker.busy_s,
+            hints=counters.hints,
             reconnects=self._stream.reconnects,
+            engine=counters,
+            round_trip_s=clock.round_trip_s,
+            step_s=clock.step_s,
+            draft_step_s=clock.draft_s,
         )
         return Done(FinishReason.STOP if stop else reason, report, stop)
 
     # ------------------------------------------------------------ a new stream
 
     def _begin(self, opened: Opened) -> None:
-        self._outstanding, self._needs_digest = None, True
-        self._next_node, self._seen_node = opened.next_node, opened.next_node - 1
-        self._acked = len(self._stream.ids)
-        request = self._stream.request
+        now, request = self._clock(), self._stream.request
         if self._drafter is not None and not self._has_begun:
-            self._has_begun = True
-            self._drafter.begin(
-                DraftTask(
-                    sampling=request.sampling,
-                    seed=opened.seed,
-                    rule=request.rule,
-                    epoch=request.epoch,
-                    generated_from=request.generated_from,
-                    stop_ids=frozenset(request.stop_ids),
-                    secret=self._secret,
-                )
-            )
+            self._drafter.begin(draft_task(request, opened.seed, self._manner.secret))
+        self._has_begun = True
+        self._engine.opened(opened, self._stream.ids, now, now - self._asked_at)
 
 
-def encode_tree(epoch: Epoch, first_node: int, base: int, tree: HintTree, ack: int, digest: int | None) -> Hint:
-    """A drafted tree as a Hint that stands at position `base`; a chain carries neither parents nor confidence."""
-    is_chain = tree.is_chain
-    return Hint(
-        epoch=epoch,
-        first_node=first_node,
-        ids=tree.ids,
-        ack=ack,
-        base_position=base,
-        base_digest=digest,
-        parents=() if is_chain else tuple(n - p if p >= 0 else 0 for n, p in enumerate(tree.parents)),
-        confidence=() if is_chain else tree.confidence,
-        rows=tree.rows,
+def draft_task(request: Open, seed: int, secret: int) -> DraftTask:
+    """What a drafter must know of a session."""
+    return DraftTask(
+        sampling=request.sampling,
+        seed=seed,
+        rule=request.rule,
+        epoch=request.epoch,
+        generated_from=request.generated_from,
+        stop_ids=frozenset(request.stop_ids),
+        secret=secret,
     )
-
-
-async def _ended(draft: asyncio.Future[Any]) -> None:
-    """Waits for a draft in progress, however often the caller is cancelled: its thread cannot be."""
-    cancelled: asyncio.CancelledError | None = None
-    while not draft.done():
-        try:
-            await asyncio.wait({draft})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-
-
-def _paths(tree: HintTree) -> set[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.ids, tree.parents, strict=True):
-        paths.append((*paths[parent], token) if parent >= 0 else (token,))
-    return set(paths)

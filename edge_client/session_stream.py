@@ -46,14 +46,10 @@ class SessionStream:
         self,
         transport: Transport,
         request: Open,
-        on_opened: Callable[[Opened], None],
         reconnect_for_s: float = RECONNECT_FOR_S,
         overload_wait_s: float = OVERLOAD_WAIT_S,
     ) -> None:
-        """`on_opened` is called after every successful open, resume or reopen.
-
-        `reconnect_for_s` bounds one cut, `overload_wait_s` the wait for room before the session is first open.
-        """
+        """`reconnect_for_s` bounds one cut, `overload_wait_s` the wait for room before the session is first open."""
         self.request = request
         self.ids = list(request.ids)
         """All ids held: the context and what was committed since."""
@@ -61,7 +57,9 @@ class SessionStream:
         self.finished: Finished | None = None
         self.traffic = Traffic()
         self.reconnects = 0
-        self._transport, self._on_opened = transport, on_opened
+        self.on_opened: Callable[[Opened], None] = lambda opened: None
+        """Called after every successful open, resume or reopen."""
+        self._transport = transport
         self._reconnect_for_s, self._overload_wait_s = reconnect_for_s, overload_wait_s
         self._connection: Connection | None = None
         self._receive: asyncio.Task[DownFrame | None] | None = None
@@ -81,6 +79,11 @@ class SessionStream:
             assert self._connection is not None
             self._receive, self._is_taken = asyncio.ensure_future(self._connection.receive()), False
         return self._receive
+
+    @property
+    def has_frame(self) -> bool:
+        """True if `take` gives something new."""
+        return self._receive is not None and not self._is_taken and self._receive.done()
 
     def take(self) -> DownFrame | None:
         """The frame of the read that is done. Raises: TransportError if the stream is cut."""
@@ -109,7 +112,7 @@ class SessionStream:
         match self.take():
             case Opened() as opened:
                 self.opened = opened
-                self._on_opened(opened)
+                self.on_opened(opened)
             case Fault() as fault:
                 raise cut_or_error(fault)
             case None:

@@ -108,7 +108,7 @@ class SuffixIndex:
         for chain in self._chains:
             for index in range(len(self._ids) - 1, max(keep, chain.group) - 1, -1):
                 bucket = hash(tuple(self._ids[index - chain.group : index])) & self._mask
-                pass
+                chain.newest[bucket] = chain.older[index]
             del chain.older[keep:]
         del self._ids[keep:]
 

@@ -10,6 +10,7 @@ Invalid bytes become U+FFFD as in Python's `bytes.decode(errors="replace")`, wha
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,13 @@ class Detokenizer:
             self._drop_space = False
             data = data.removeprefix(b" ")
         return self._decoder.decode(data)
+
+    def twin(self) -> Detokenizer:
+        """Another that stands where this one does; what it is given changes nothing here."""
+        twin = copy.copy(self)
+        twin._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._decoder.setstate(self._decoder.getstate())
+        return twin
 
     def finish(self) -> str:
         """U+FFFD for a character that was never finished, once; mostly nothing."""
@@ -154,6 +162,12 @@ class TextStream:
             if self._stopped is not None:
                 return TextDelta("".join(shown), self._stopped, used)
         return TextDelta("".join(shown), None, len(ids))
+
+    def preview(self, ids: Sequence[int]) -> str:
+        """The text that would follow what was shown if these ids came, up to a stop; nothing changes."""
+        twin = copy.copy(self)
+        twin._detokenizer, twin._stops = self._detokenizer.twin(), copy.deepcopy(self._stops)
+        return twin.push(ids).text + twin._stops.finish()
 
     def finish(self) -> TextDelta:
         """What was held back, once: an unfinished character as U+FFFD (which may complete a stop), a false start."""

@@ -99,4 +99,4 @@ def _label(label: Label) -> str:
 
 def _xml(text: str) -> str:
     """Text as XML may hold it; what it may not is shown as the replacement character."""
-    return (_NOT_XML.sub("\ufffd", text))
+    return escape(_NOT_XML.sub("\ufffd", text))

@@ -170,7 +170,6 @@ class Trace:
             if queue_us > 0:
                 waited: dict[str, object] = {"queue_us": queue_us}
                 events.append(self._span(Track.QUEUE, "queue", step.start_us - queue_us, step.start_us, waited))
-            at_us = max(at_us, step.end_us)
         args: dict[str, object] = {"start": start, "ids": list(ids), "accepted": accepted, "text": text}
         args |= {"seen_node": seen_node, "step_us": step_us, "round_trip_us": 2 * down_us}
         commit = self._span(Track.COMMITS, "commit", at_us, at_us, args)

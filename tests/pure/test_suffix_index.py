@@ -96,6 +96,15 @@ def test_forgotten_ids_are_not_found_and_the_others_keep_their_positions() -> No
     assert index.ids(5, 7) == [4, 1]
 
 
+def test_ids_may_be_taken_back_to_where_the_groups_were_forgotten() -> None:
+    index = index_of([1, 2, 1, 2, 1, 2])
+    index.forget_before(2)
+    index.truncate(3)
+    assert index.find([2, 1], 2, 16) == []
+    index.extend([2, 1, 2])
+    assert index.find([1, 2], 2, 16) == [Place(4, 2)]
+
+
 def test_the_common_length_says_where_ids_part() -> None:
     index = index_of([1, 2, 3, 4])
     assert [index.common_length(ids) for ids in ([], [1, 2], [1, 2, 9, 4], [1, 2, 3, 4, 5], [9])] == [0, 2, 2, 4, 0]

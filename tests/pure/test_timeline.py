@@ -169,6 +169,15 @@ def test_a_hint_that_no_step_saw_whole_is_drawn_as_such() -> None:
     assert kinds == ["hint", "hint-unseen"]
 
 
+def test_a_hint_of_an_epoch_that_is_over_was_not_seen_by_the_steps_of_the_next() -> None:
+    trace = Trace()
+    trace.hint_sent(1.0, 40, 3, 15)
+    for at_s, seen_node in ((1.5, 39), (2.0, 3), (2.5, 60)):
+        commit(trace, at_s, seen_node=seen_node)
+    kinds = [line.kind for line in picture_of(recording_of(trace)).lines if line.tip.startswith("hint")]
+    assert kinds == ["hint-unseen"]
+
+
 def test_drafters_have_colours_of_their_own_and_a_place_in_the_legend() -> None:
     picture = picture_of(example_recording())
     assert {box.kind for box in picture.boxes if box.kind.startswith("draft-")} == {"draft-0", "draft-1"}

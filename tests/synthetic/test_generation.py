@@ -7,13 +7,17 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
+from edge_client.controller import EngineSettings
 from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
-from edge_client.events import Committed, Done, Event, FinishReason, State, StateChanged
-from edge_client.generate import Generation, encode_tree
+from edge_client.edge_engine import EdgeEngine
+from edge_client.events import Committed, Done, Event, FinishReason, OfflinePolicy, Preview, State, StateChanged
+from edge_client.generate import Generation, Manner
+from edge_client.session_stream import SessionStream
 from edge_client.text import TextStream
 from edge_client.tokenizer import TextTokenizer
 from edge_client.transport import Traffic
@@ -118,6 +122,7 @@ def commit(start: int, *ids: int, accepted: int = 0, seen: int = 0) -> Commit:
 
 
 FINISHED = Finished(EPOCH, Reason.LENGTH)
+PLAIN = Manner()
 
 
 @pytest.fixture
@@ -125,26 +130,38 @@ async def run(tiny_tokenizer: TextTokenizer) -> AsyncIterator[Callable[..., Any]
     """Runs a generation on scripted connections; gives its events."""
     with ThreadPoolExecutor(1) as executor:
 
-        async def events(
-            *scripts: Any, busy: threading.Event | None = None, drafter: Drafter | None = None, **changes: Any
-        ) -> list[Event]:
+        def generation(
+            transport: ScriptedTransport,
+            busy: threading.Event | None = None,
+            drafter: Drafter | None = None,
+            manner: Manner = PLAIN,
+            **changes: Any,
+        ) -> Generation:
             values = {"max_new_tokens": 8, "run_ahead": 4, "pace": PaceKind.RUN_ON, **changes}
             stop = values.pop("stop", ())
             if busy is not None:
                 executor.submit(busy.wait, 20)
             request = Open(PROMPT, 3, bytes(32), GREEDY, **values)
-            generation = Generation(
-                ScriptedTransport(*scripts),
-                request,
+            settings = EngineSettings(depth=3 if drafter else 0, pace=request.pace)
+            return Generation(
+                SessionStream(transport, request),
+                EdgeEngine(request, settings, has_model=drafter is not None),
                 drafter,
                 TextStream(tiny_tokenizer.vocabulary, stop),
-                budget=Budget(3),
                 executor=executor,
-                secret=1,
+                manner=manner,
             )
-            async with asyncio.timeout(20):
-                return [event async for event in generation.run()]
 
+        async def events(*scripts: Any, **parts: Any) -> list[Event]:
+            async with asyncio.timeout(20):
+                return [event async for event in generation(ScriptedTransport(*scripts), **parts).run()]
+
+        async def watch(transport: ScriptedTransport, **parts: Any) -> AsyncIterator[Event]:
+            async with asyncio.timeout(20), aclosing(generation(transport, **parts).run()) as running:
+                async for event in running:
+                    yield event
+
+        events.watch = watch  # type: ignore[attr-defined]
         yield events
 
 
@@ -185,7 +202,7 @@ async def test_a_cut_between_any_two_frames_is_resumed(run: Callable[..., Any], 
     assert told(events) == [80, 81, 82, 83]
     assert second.sent[0] == Resume(SESSION, EPOCH, 3 + len(held), ids_digest([*PROMPT, *held]))
     states = [event.state for event in events if isinstance(event, StateChanged)]
-    assert states == [State.STREAMING, State.RECONNECTING, State.STREAMING]
+    assert states == [State.VERIFIED, State.OFFLINE, State.VERIFIED]
     assert first.is_closed
 
 
@@ -246,7 +263,7 @@ async def test_a_refused_hint_turns_drafting_off_and_the_text_goes_on(run: Calla
     line = connection(opened(), commit(3, 80), Fault("hint", "PrefixMismatch", "other ids"), commit(4, 81), FINISHED)
     events = await run(line, drafter=Always((90, 91)), pace=PaceKind.WAIT)
     assert told(events) == [80, 81]
-    assert State.STREAMING in [event.state for event in events if isinstance(event, StateChanged)]
+    assert State.VERIFIED in [event.state for event in events if isinstance(event, StateChanged)]
     paces = [frame for frame in line.sent if isinstance(frame, Pace)]
     assert [pace.pace for pace in paces][-1] is PaceKind.RUN_ON
 
@@ -261,7 +278,7 @@ async def test_a_draft_that_begins_after_drafting_was_turned_off_does_no_harm(ru
             asyncio.get_running_loop().call_later(0.2, line.turns.extend, [commit(3, 80), FINISHED])
 
     line = connection(opened(), Fault("hint", "PrefixMismatch", "other ids"), refuses=free)
-    assert told(await run(line, busy=busy, drafter=Always((90, 91)))) == [80]
+    assert told(await run(line, busy=busy, drafter=Always((90, 91)), pace=PaceKind.WAIT)) == [80]
 
 
 async def test_a_stop_string_ends_the_text_whatever_was_committed_behind_it(
@@ -280,10 +297,13 @@ async def test_a_stop_string_ends_the_text_whatever_was_committed_behind_it(
 
 
 class Always:
-    """Proposes the same ids always."""
+    """Proposes the same ids at every place."""
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids, self.begun = tuple(ids), 0
+    name = "always"
+
+    def __init__(self, ids: Sequence[int], tells: Callable[[], None] = lambda: None) -> None:
+        self.ids, self.begun, self.asked = tuple(ids), 0, 0
+        self._tells = tells
 
     def begin(self, task: DraftTask) -> None:
         """See Drafter."""
@@ -294,47 +314,120 @@ class Always:
 
     def propose(self, budget: Budget) -> HintTree:
         """See Drafter."""
-        return HintTree(self.ids, tuple(range(-1, len(self.ids) - 1)), (0.5,) * len(self.ids))
+        self.asked += 1
+        self._tells()
+        return HintTree(self.ids, (-1,) * len(self.ids), (0.9, *[0.05] * (len(self.ids) - 1)))
 
 
-async def test_a_hint_on_its_way_is_not_followed_by_another_until_it_is_judged(run: Callable[..., Any]) -> None:
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 (a script, not a queue)
+        await asyncio.sleep(0.001)
+
+
+async def test_the_device_drafts_and_sends_ahead_of_what_is_committed(run: Callable[..., Any]) -> None:
+    """Nothing comes from the verifier until three positions were hinted: nobody waits for a commit."""
     line = connection(opened())
     drafter = Always((80, 81))
 
-    async def hints(count: int) -> None:
-        while sum(isinstance(frame, Hint) for frame in line.sent) < count:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    def hinted() -> list[Hint]:
+        return [frame for frame in line.sent if isinstance(frame, Hint)]
 
     async def verifier() -> None:
-        await hints(1)
-        line.turns.append(commit(3, 80))  # the hint is still good: 81 may follow
-        await asyncio.sleep(0.05)
-        assert sum(isinstance(frame, Hint) for frame in line.sent) == 1
-        line.turns.append(commit(4, 81, 82, accepted=1, seen=2))
-        await hints(2)
-        line.turns.append(FINISHED)
+        await until(lambda: sum(len(hint.ids) for hint in hinted()) >= 3)
+        line.turns.extend([commit(3, 80, 80, 80, accepted=3, seen=3), commit(6, 81), FINISHED])
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(verifier())
         events = await tasks.create_task(run(line, drafter=drafter))
-    sent = [frame for frame in line.sent if isinstance(frame, Hint)]
-    assert [(hint.first_node, hint.base_position, hint.ids) for hint in sent[:2]] == [
-        (1, 3, (80, 81)),
-        (3, 6, (80, 81)),
-    ]
-    assert sent[0].base_digest is not None
-    assert sent[1].base_digest is None
-    assert told(events) == [80, 81, 82]
+    first, *others = hinted()
+    assert (first.first_node, first.base_position) == (1, 3)
+    assert first.base_digest is not None
+    assert all(hint.base_digest is None for hint in others)
+    assert told(events) == [80, 80, 80, 81]
     assert drafter.begun == 1
 
 
-@pytest.mark.parametrize(
-    ("parents", "deltas"), [((-1, 0, 1), ()), ((-1, -1, 0, 2), (0, 0, 2, 1)), ((-1, -1), (0, 0)), ((-1,), ())]
-)
-def test_a_chain_is_sent_without_parents_and_a_tree_with_deltas(
-    parents: tuple[int, ...], deltas: tuple[int, ...]
+async def test_previews_run_ahead_of_committed_text_and_are_not_told_unless_asked_for(
+    run: Callable[..., Any], tiny_tokenizer: TextTokenizer
 ) -> None:
-    tree = HintTree(tuple(range(len(parents))), parents, (0.5,) * len(parents))
-    hint = encode_tree(EPOCH, 7, 3, tree, 3, None)
-    assert hint.parents == deltas
-    assert bool(hint.confidence) == bool(deltas)
+    previews: dict[bool, list[Preview]] = {}
+    for is_asked in (False, True):
+        line = connection(opened())
+
+        async def verifier(line: Any = line) -> None:
+            await until(lambda: sum(len(f.ids) for f in line.sent if isinstance(f, Hint)) >= 3)
+            line.turns.extend([commit(3, 80), FINISHED])
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(verifier())
+            manner = Manner(previews=is_asked)
+            events = await tasks.create_task(run(line, drafter=Always((80, 81)), manner=manner))
+        previews[is_asked] = [event for event in events if isinstance(event, Preview)]
+    assert previews[False] == []
+    assert previews[True][0].ids[0] == 80
+    assert previews[True][0].text == tiny_tokenizer.decode(list(previews[True][0].ids))
+    assert not any(preview.is_unverified for preview in previews[True])
+
+
+async def test_a_cut_under_local_goes_on_unverified_and_the_target_has_the_last_word(run: Callable[..., Any]) -> None:
+    may_return = asyncio.Event()
+    first, second = connection(opened(), commit(3, 80), TransportError("cut")), connection(opened(4))
+    drafter = Always((80, 81))
+    waiting = ScriptedTransport(first, second)
+    events: list[Event] = []
+
+    async def connect(traffic: Traffic, plain: Any = waiting.connect) -> Any:
+        if waiting.used:
+            await may_return.wait()
+        return await plain(traffic)
+
+    waiting.connect = connect  # type: ignore[method-assign]
+    async for event in run.watch(waiting, drafter=drafter, manner=Manner(OfflinePolicy.LOCAL, previews=True)):  # type: ignore[attr-defined]
+        events.append(event)
+        if isinstance(event, Preview) and event.is_unverified and len(event.ids) >= 5 and not may_return.is_set():
+            may_return.set()
+            second.turns.extend([commit(4, 80, 99), FINISHED])
+    states = [event.state for event in events if isinstance(event, StateChanged)]
+    assert states == [State.DRAFTING, State.UNVERIFIED, State.DRAFTING]
+    assert told(events) == [80, 80, 99]
+    resent = [frame for frame in second.sent if isinstance(frame, Hint)]
+    assert not resent or resent[0].base_position == 4
+
+
+async def test_a_cut_under_fail_is_raised_at_once(run: Callable[..., Any]) -> None:
+    with pytest.raises(TransportError, match="cut"):
+        await run(connection(opened(), commit(3, 80), TransportError("cut")), manner=Manner(OfflinePolicy.FAIL))
+
+
+async def test_a_drafter_that_fails_costs_its_hints_and_not_the_text(run: Callable[..., Any]) -> None:
+    def fail() -> None:
+        raise NumericalError("no finite score")
+
+    line = connection(opened(), commit(3, 80))
+    drafter = Always((80,), fail)
+
+    async def verifier() -> None:
+        await until(lambda: any(isinstance(frame, Pace) for frame in line.sent))
+        line.turns.extend([commit(4, 81), FINISHED])
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(verifier())
+        events = await tasks.create_task(run(line, drafter=drafter, pace=PaceKind.WAIT))
+    assert told(events) == [80, 81]
+    last = [event for event in events if isinstance(event, StateChanged)][-1]
+    assert last.state is State.VERIFIED
+    assert "no finite score" in last.detail
+
+
+async def test_leaving_early_closes_the_session_and_ends_the_draft(run: Callable[..., Any]) -> None:
+    line = connection(opened(), commit(3, 80))
+    drafter = Always((80, 81))
+    async with aclosing(run.watch(ScriptedTransport(line), drafter=drafter)) as events:  # type: ignore[attr-defined]
+        async for event in events:
+            if isinstance(event, Committed):
+                break
+    asked = drafter.asked
+    await asyncio.sleep(0)
+    assert isinstance(line.sent[-1], Close)
+    assert line.is_closed
+    assert drafter.asked == asked
