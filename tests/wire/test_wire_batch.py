@@ -28,7 +28,7 @@ from edge_client.events import Done, State, StateChanged
 from edge_client.onnx_drafter import OnnxModel
 from shared.errors import ConfigError, ModelMismatch, Overloaded
 from shared.sampling import GREEDY, SamplingParams
-from shared.types import Close
+from shared.types import Close, PaceKind
 from tests.oracle import PlainTarget
 from tests.proxy import proxying
 from tests.rig import PATIENCE_S, RandomDrafter, RawStream, Running, client, open_frame, raw, serving
@@ -364,7 +364,15 @@ async def test_texts_at_once_share_one_copy_of_the_drafts_weights_and_no_cache(
                 drafter.propose = lambda budget, draft=draft, own=drafter: (used.add(id(own)), draft(budget))[1]  # type: ignore[method-assign, attr-defined, misc]
             texts = [
                 asyncio.create_task(
-                    device.generate([50 + n], max_new_tokens=40, sampling=HOT, seed=n, stop_ids=(), on_open=opened(n))
+                    device.generate(
+                        [50 + n],
+                        max_new_tokens=40,
+                        sampling=HOT,
+                        seed=n,
+                        stop_ids=(),
+                        pace=PaceKind.WAIT,
+                        on_open=opened(n),
+                    )
                 )
                 for n in range(9)
             ]
@@ -502,7 +510,7 @@ async def test_a_full_verifier_is_waited_for_and_the_text_comes_when_there_is_ro
             async for event in device.stream([70, 71], max_new_tokens=12, sampling=GREEDY, stop_ids=()):
                 if isinstance(event, StateChanged):
                     states.append(event.state)
-                    if event.state is State.RECONNECTING:
+                    if event.state is State.OFFLINE:
                         holder.call.cancel()
                 elif isinstance(event, Done):
                     assert event.report.reconnects == 0
@@ -510,7 +518,7 @@ async def test_a_full_verifier_is_waited_for_and_the_text_comes_when_there_is_ro
                     ids += event.ids
     assert refusals(answers) > 0
     assert ids == plain.ids([70, 71], 12, GREEDY)
-    assert states == [State.RECONNECTING, State.DRAFTING]
+    assert states == [State.OFFLINE, State.DRAFTING]
 
 
 @pytest.mark.parametrize("limit_s", [0, 0.2])

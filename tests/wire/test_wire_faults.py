@@ -107,8 +107,8 @@ async def test_a_text_goes_on_at_a_verifier_that_never_saw_it(
                         proxy.target_port = turns.pop(0)
                         proxy.cut_all()
     assert ids == truth
-    assert states.count(State.RECONNECTING) == 2
-    assert states[0] is states[-1] is (State.STREAMING if draft == "none" else State.DRAFTING)
+    assert states.count(State.OFFLINE) == 2
+    assert states[0] is (State.VERIFIED if draft == "none" else State.DRAFTING)
 
 
 async def test_a_verifier_restarted_on_its_port_continues_the_text(

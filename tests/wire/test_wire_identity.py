@@ -111,7 +111,7 @@ async def test_the_targets_own_weights_are_accepted_always(
     assert len(flags) == 91
     steps = result.report.usage.steps
     assert sum(flags) >= 91 - steps
-    assert steps <= 12
+    assert steps <= 45  # a step at the latest when waiting longer for more hints would bring fewer ids a second
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ async def test_rejection_writes_text_and_accounts_for_its_rows(
     assert usage.accepted_tokens < 60
     assert usage.accepted_tokens > 0 or pace is PaceKind.RUN_ON  # run on, a hint may never come in time
     assert usage.hint_nodes >= usage.accepted_tokens
-    assert 40 * usage.hint_nodes < traffic.hint_bytes < 250 * usage.hint_nodes
+    assert 40 * usage.hint_nodes <= traffic.hint_bytes <= 250 * usage.hint_nodes
     assert traffic.hint_bytes < traffic.up_bytes
-    assert traffic.kinds["hint"] == result.report.hints
+    assert traffic.kinds.get("hint", 0) == result.report.hints
 
 
 async def test_rejection_at_temperature_0_is_greedy(
