@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.exactness import RULES
 from bench.pairs import PAIRS, Pair, pair
 from bench.recorded_draft import AnswerStore, RecordedDrafter
@@ -64,6 +66,10 @@ def add_parser(subparsers: Any) -> None:
     command.add_argument("--reach", type=float, default=0.03, metavar="P", help="see edge-client (default: 0.03)")
     command.add_argument("--send-reach", type=float, default=0.02, metavar="P", help="default: 0.02")
     command.add_argument("--node-cost", type=float, default=0.003, metavar="SHARE", help="of a step (default: 0.003)")
+    command.add_argument(
+        "--step-costs", default="", metavar="N:MS,..", help="ms of a step over N tokens, instead of the grid's steps"
+    )
+    command.add_argument("--overhead", type=float, default=0.0, metavar="MS", help="between two steps (default: 0)")
     command.add_argument("--refeed", type=float, default=1 / 3, metavar="SHARE", help="of a draft step (default: 1/3)")
     command.add_argument("--jitter", type=float, default=0.0, metavar="SHARE", help="of link and steps (default: 0)")
     command.add_argument("--loss", type=float, default=0.0, metavar="SHARE", help="messages lost once (default: 0)")
@@ -103,17 +109,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _cells(args: argparse.Namespace) -> Iterator[Times]:
     steps, round_trips, drafts = ([float(each) / 1000 for each in part.split(",")] for part in args.grid.split("/"))
+    costs = _step_costs(args.step_costs)
     for step, round_trip, draft in itertools.product(steps, round_trips, drafts):
         yield Times(
-            step,
+            costs(1) if costs else step,
             round_trip,
             draft,
             node_cost=args.node_cost,
+            costs=costs,
+            commit_s=args.overhead / 1000,
             refeed=args.refeed,
             jitter=args.jitter,
             loss=args.loss,
             up_bytes_per_s=args.uplink or 1e12,
         )
+
+
+def _step_costs(text: str) -> Callable[[int], float] | None:
+    """Straight lines between the points given, flat outside."""
+    if not text:
+        return None
+    points = sorted((int(tokens), float(ms) / 1000) for tokens, ms in (part.split(":") for part in text.split(",")))
+
+    def cost(tokens: int) -> float:
+        return float(np.interp(tokens, [at for at, _ in points], [seconds for _, seconds in points]))
+
+    return cost
 
 
 def _texts(chosen: Pair, traces: list[Trace], rule: str, store: AnswerStore) -> Iterator[Text]:

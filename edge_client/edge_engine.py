@@ -126,6 +126,7 @@ class EdgeEngine:
             if was_sent:
                 self._count_depth(depth, depth <= commit.accepted)
         self._length = len(ids)
+        self.clock.expect_step(self._was_sent_before(self.clock.newest_arrived(now, commit.seen_node)))
         self.controller.note_commit(now, len(commit.ids), is_plain)
         if commit.dropped_over_budget:
             self._tree.forget_numbers()
@@ -137,7 +138,7 @@ class EdgeEngine:
         return measured
 
     def _was_sent_before(self, seen_node: int) -> bool:
-        """True if the verifier held some node of the present tree when it planned: its step may have had hints."""
+        """True if the verifier had some node behind the committed ids, knowing nodes up to this number."""
         return any(0 < child.number <= seen_node for child in self._tree.root.children.values())
 
     def _count_depth(self, depth: int, is_right: bool) -> None:

@@ -47,7 +47,9 @@ class LinkClock:
 
     def __init__(self) -> None:
         self._round_trip, self._step, self._draft = Smoothed(), Smoothed(), Smoothed()
+        self._hinted_step = Smoothed()
         self._plain_steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._running_s: float | None = None
         self._sent: OrderedDict[int, float] = OrderedDict()
         self.last_commit_at: float | None = None
         self.queue_s = 0.0
@@ -84,9 +86,20 @@ class LinkClock:
             self._step.note(step_s)
             if is_plain:
                 self._plain_steps.append(step_s)
+            else:
+                self._hinted_step.note(step_s)
         self.queue_s += FOLLOW * (queue_s - self.queue_s)
-        self.last_commit_at = now
+        self.last_commit_at, self._running_s = now, None
         return measured
+
+    def newest_arrived(self, now: float, seen_node: int) -> int:
+        """The highest node number that the verifier had when it sent the commit that came now: it is in the next plan."""
+        before = now - (self.round_trip_s or 0.0)
+        return max([seen_node, *(node for node, sent_at in self._sent.items() if sent_at <= before)])
+
+    def expect_step(self, has_hints: bool) -> None:
+        """The step that began when the last commit left: with hints, or without."""
+        self._running_s = self._hinted_step.value if has_hints else self.plain_step_s
 
     # ------------------------------------------------------------ reading
 
@@ -121,13 +134,19 @@ class LinkClock:
         """How many steps a verifier that runs on begins, from the last commit known here on, before a hint sent then
         arrives. At least 1 after a commit: the step that began when that commit left."""
         last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
-        if last is None or not step or round_trip is None:
+        if last is None or not step or round_trip is None or (arrives := sent_at - last + round_trip) < 0:
             return 0
-        return max(0, math.floor((sent_at - last + round_trip) / step) + 1)
+        return 1 if arrives < self._first_s else 2 + math.floor((arrives - self._first_s) / step)
+
+    @property
+    def _first_s(self) -> float:
+        """The step that runs now."""
+        return self._running_s or self.step_s or 0.0
 
     def next_departure(self, now: float) -> float | None:
         """The latest moment to send what the next step that can still be reached is to see. None: not known."""
         last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
         if last is None or not step or round_trip is None:
             return None
-        return last - round_trip + step * self.plans_missed(now)
+        missed = self.plans_missed(now)
+        return last - round_trip + (0.0 if missed == 0 else self._first_s + (missed - 1) * step)

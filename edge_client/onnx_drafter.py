@@ -37,10 +37,10 @@ class OnnxModel:
             self.layers = int(decoder["num_hidden_layers"])
             self._heads = int(decoder["num_key_value_heads"])
             self._head_size = int(decoder["head_size"])
-            self.context_size = int(config["model"]["context_length"])
+            self.context_size = _context_size(config["model"])
             self._names = {**decoder["inputs"], **decoder["outputs"]}
             graph = folder / decoder["filename"]
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelLoadError(f"{folder / 'genai_config.json'} is not a draft's: {error!r}") from error
         self._session = _open_session(graph, threads)
         self._type = self._kv_type(graph)
@@ -141,11 +141,16 @@ class OnnxModel:
 
     def _kv_type(self, graph: Path) -> Any:
         types = {node.name: node.type for node in self._session.get_inputs()}
-        kind = types.get(self._names["past_key_names"] % 0)
-        if kind not in _NUMPY_TYPES:
+        pasts = [self._names[f"past_{kind}_names"] % n for n in range(self.layers) for kind in ("key", "value")]
+        other = types.keys() ^ {self._names["input_ids"], self._names["attention_mask"], *pasts}
+        if other:
             raise ModelLoadError(
-                f"{graph}: its past keys are {kind or 'missing'}; export it with edge-client export-draft"
+                f"{graph}: a draft holds keys and values in each of its {self.layers} layers and nothing else, for "
+                f"nothing else can be rolled back; see {', '.join(sorted(other)[:2])}"
             )
+        kind = types[pasts[0]]
+        if kind not in _NUMPY_TYPES:
+            raise ModelLoadError(f"{graph}: its past keys are {kind}; export it with edge-client export-draft")
         return _NUMPY_TYPES[kind]
 
 
@@ -158,6 +163,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
     return dict(content)
+
+
+def _context_size(model: dict[str, Any]) -> int:
+    """Ids up to which the graph is the model. The exporter knows some models' sliding window (Mistral's) and applies it
+    to no layer: beyond the window such a graph is another model."""
+    size, window = int(model["context_length"]), model["decoder"].get("sliding_window") or {}
+    return min(size, int(window["window_size"])) if window.get("layers") == [] else size
 
 
 def _open_session(graph: Path, threads: int) -> Any:

@@ -93,16 +93,26 @@ def build_model(folder: Path, vocabulary_size: int, noise: float = 0.0) -> None:
     model.save_pretrained(folder)
 
 
-def export(pairs: list[tuple[Path, Path]]) -> None:
-    """Exports target folders to fp32 ONNX draft folders, side by side, as users would."""
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu"]
+def export(pairs: list[tuple[Path, Path]], precisions: tuple[str, ...] = ()) -> None:
+    """Exports target folders to ONNX draft folders, side by side, as users would; fp32 unless `precisions` says."""
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu"]
     running = [
         subprocess.Popen(
-            [*command, "-i", str(source), "-o", str(out), "-c", str(out.parent / f"{out.name}-scratch")],
+            [
+                *command,
+                "-i",
+                str(source),
+                "-o",
+                str(out),
+                "-c",
+                str(out.parent / f"{out.name}-scratch"),
+                "-p",
+                precision,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for source, out in pairs
+        for (source, out), precision in zip(pairs, precisions or ["fp32"] * len(pairs), strict=True)
     ]
     for process in running:
         output, _ = process.communicate(timeout=110)

@@ -1,0 +1,119 @@
+"""C31: threads go by the settings and by the cores that the process may use, never by those of the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.onnx_drafter import OnnxModel
+from tests.tiny_pair import TinyPair
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import json, sys
+from pathlib import Path
+from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.drafter import Budget, DraftTask
+from edge_client.onnx_drafter import OnnxModel
+from shared.sampling import GREEDY
+from shared.types import Epoch, Rule
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+folder, told = Path(sys.argv[1]), {}
+before = threads()
+kept = []
+for count in (1, 2, 3):
+    kept.append(OnnxModel(folder, count))
+    kept[-1].feed([1, 2, 3])
+    told[f"model with {count}"] = threads() - before
+    before = threads()
+
+config = ClientConfig(draft=str(folder), threads=int(sys.argv[2]))
+client = SpeculativeClient(config, concurrency=8)
+client._load_text()
+drafters = client._build_drafters()
+task = DraftTask(GREEDY, 1, Rule.AGREEMENT, Epoch(1), generated_from=0)
+
+def draft(drafter, first):
+    drafter.begin(task)
+    ids = [first, 70, 71]
+    for _ in range(20):
+        drafter.sync(ids)
+        ids += drafter.propose(Budget(4)).ids
+    return len(ids)
+
+jobs = [client._executor.submit(draft, drafter, 80 + place) for place, drafter in enumerate(drafters)]
+told["drafted"] = [job.result() for job in jobs]
+told["client"] = threads() - before
+print(json.dumps(told))
+"""
+"""Counts the threads of a process that may use one core, whatever its host has; `argv[2]` is the `threads` setting."""
+
+
+def on_one_core(folder: Path, threads: int) -> dict[str, Any]:
+    """What the script told, with nothing in the log."""
+    process = subprocess.run(
+        [sys.executable, "-c", ON_ONE_CORE, str(folder), str(threads)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stderr == "", "no complaint of a thread that could not be bound to a core"
+    return dict(json.loads(process.stdout))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_draft_is_opened_with_the_threads_asked_for_and_none_of_them_spins(tiny_pair: TinyPair, threads: int) -> None:
+    """C31: an explicit number, so that ONNX Runtime never counts the host's cores; idle threads sleep."""
+    options = OnnxModel(tiny_pair.same_draft, threads)._session.get_session_options()
+    assert options.intra_op_num_threads == threads
+    assert options.inter_op_num_threads == 1
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+def test_one_thread_is_what_a_draft_gets_unless_a_setting_says_otherwise(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C31: the client hands its setting on, the default of which is 1 on any host."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for settings, expected in (({}, 1), ({"threads": 3}, 3)):
+        client = SpeculativeClient(ClientConfig(draft=str(tiny_pair.same_draft), **settings), concurrency=2)
+        client._load_text()
+        sessions = {id(drafter.model._session): drafter.model._session for drafter in client._build_drafters()}  # type: ignore[attr-defined]
+        assert [each.get_session_options().intra_op_num_threads for each in sessions.values()] == [expected]
+
+
+def test_a_client_has_no_more_threads_than_the_cores_that_its_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C31: all that fit, at least one; an explicit `threads` wins over the number of cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for cores, threads, concurrency in product((1, 2, 3, 8, 64), (1, 2, 4), (1, 2, 5, 8, 256)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        client = SpeculativeClient(ClientConfig(threads=threads), concurrency=concurrency)
+        workers = client._executor._max_workers
+        assert 1 <= workers <= concurrency
+        assert workers * threads <= max(cores, threads)
+        assert workers == concurrency or (workers + 1) * threads > cores
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_on_one_core_of_a_larger_host_eight_texts_draft_on_one_thread(tiny_pair: TinyPair, threads: int) -> None:
+    """C31: counted in a process that may use one core. `threads` drafts with that many: the worker is one of them."""
+    told = on_one_core(tiny_pair.same_draft, threads)
+    assert [told[f"model with {count}"] for count in (1, 2, 3)] == [0, 1, 2]
+    assert told["drafted"] == [3 + 20 * 4] * 8
+    assert told["client"] == threads
