@@ -12,17 +12,18 @@ import json
 import sys
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 
 from bench.distribution_broken import BROKEN, NO_EFFECT
+from bench.distribution_edge_cases import EDGE_BROKEN, EDGE_HONEST, EDGE_NO_EFFECT
 from bench.distribution_honest import HONEST, Case
 from bench.distribution_setting import TEXT_IDS, Outcome, Setting, patched
 from bench.distribution_world import World
-from bench.statistics import least_p, sigmas_off, table_p
-from bench.toy_pair import ENDED, next_shares, row_index, seen_through, text_shares
+from bench.statistics import least_p, sigmas_off, table_p, tables_p
+from bench.toy_pair import ENDED, ToyPair, next_shares, row_index, seen_through, text_shares
 from shared import agreement, rejection
 from shared.errors import ConfigError
 from shared.sampling import Counts, Warped, warp_reference
@@ -35,7 +36,7 @@ SIGMAS = 5.0
 DEFAULT_DRAWS, DEFAULT_SEED = 600, 20_261_129
 VIEWS = ((0,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 3), (0, 1, 2), (1, 2, 3), (0, 1, 2, 3))
 """The places of a text that are held against the truth together; all at once in one p-value (Bonferroni)."""
-CASES: tuple[Case, ...] = (*HONEST, *NO_EFFECT, *BROKEN)
+CASES: tuple[Case, ...] = (*HONEST, *EDGE_HONEST, *NO_EFFECT, *EDGE_NO_EFFECT, *BROKEN, *EDGE_BROKEN)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class CaseResult:
     texts_off_plain: int | None
     seconds: float
     why: str
+    did: dict[str, int]
+    """What the product's device did, if it was that one: hints, drafts, rests, ..."""
 
     @property
     def is_as_expected(self) -> bool:
@@ -69,7 +72,7 @@ def measure(case: Case, draws: int, seed: int) -> CaseResult:
     world = World(setting, seed ^ zlib.crc32(f"{setting.rule.value} {case.name}".encode()))
     with patched(setting.patches):
         outcomes = [world.run(index) for index in range(number)]
-    p_value = texts_p([outcome.text for outcome in outcomes], setting)
+    p_value = least_p([texts_p([outcome.text for outcome in outcomes], setting), *later_ps(outcomes, setting)])
     accepted, judged, expected = _acceptance(setting, outcomes)
     is_agreement = setting.rule is Rule.AGREEMENT
     off = sigmas_off(accepted, judged, expected) if judged else 0.0
@@ -89,6 +92,7 @@ def measure(case: Case, draws: int, seed: int) -> CaseResult:
         texts_off_plain=off_plain,
         seconds=time.perf_counter() - started,
         why=case.why,
+        did=dict(world.tally),
     )
 
 
@@ -112,6 +116,40 @@ def texts_p(texts: Iterable[tuple[int, ...]], setting: Setting) -> float:
     counts = Counter(texts)
     told = text_shares(setting.pair, setting.sampling, setting.stop_ids, TEXT_IDS, VIEWS)
     return least_p([table_p(seen_through(counts, view), told[view]) for view in VIEWS])
+
+
+def later_ps(outcomes: Sequence[Outcome], setting: Setting) -> list[float]:
+    """P-values of what follows the first ids, where the device knows its link: each id, and each pair, by the two
+    ids before it. Nothing under penalties, where more than two ids count."""
+    if setting.sampling.has_penalties:
+        return []
+    pair, begins = setting.pair, len(setting.pair.context) + TEXT_IDS
+    ps = []
+    for length in (1, 2):
+        counts: dict[tuple[int, ...], Counter[tuple[int, ...]]] = defaultdict(Counter)
+        for outcome in outcomes:
+            ids = outcome.whole
+            for at in range(begins, min(len(ids), begins - TEXT_IDS + setting.new_ids - length + 1), length):
+                block = ids[at : at + length]
+                counts[ids[at - 2 : at]][(*block, *[ENDED] * (length - len(block)))] += 1
+        told = {before: _block_shares(pair, setting, before, length) for before in counts}
+        if counts:
+            ps.append(tables_p(counts, told))
+    return ps
+
+
+def _block_shares(pair: ToyPair, setting: Setting, before: tuple[int, ...], length: int) -> dict[tuple[int, ...], float]:
+    shares: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for block, share in shares.items():
+            if block and (block[-1] == ENDED or block[-1] in setting.stop_ids):
+                longer[*block, ENDED] = share
+                continue
+            told = next_shares(pair, setting.sampling, before + block, pair.target_rows())
+            longer.update({(*block, token): share * chance for token, chance in told.items()})
+        shares = longer
+    return shares
 
 
 def _texts_off_plain(world: World, outcomes: Sequence[Outcome]) -> int:

@@ -1,6 +1,7 @@
 """The virtual device of `distribution_world`: reads commits, drafts with the real drafter, sends hints.
 
-It does what `edge_client/generate.py` does, without asyncio; cases that break a rule override one method.
+A stand-in for the product's (`distribution_edge` is that one): it says one thing at a time, and may also lose, repeat
+and overtake. Cases that break a rule override one method.
 """
 
 from __future__ import annotations
@@ -192,6 +193,13 @@ class Device:
         return tree
 
     # ------------------------------------------------------------ after a cut
+
+    def cut_off(self) -> None:
+        """The stream is gone."""
+        self.is_connected = False
+
+    def asks(self) -> None:
+        """A new stream is asked for."""
 
     def resume(self, session_id: SessionId) -> Resume:
         """Takes the session up again."""

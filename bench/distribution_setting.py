@@ -13,6 +13,7 @@ from typing import Any
 from bench.distribution_device import Device
 from bench.toy_pair import ToyPair
 from edge_client.drafter import ModelDrafter
+from edge_client.edge_engine import EdgeEngine
 from shared.hint_trie import HintTrie
 from shared.sampling import SamplingParams
 from shared.types import Hint, Limits, PaceKind, Rule
@@ -36,6 +37,8 @@ class Link:
     overtakes: bool = False
     cut_ms: tuple[float, float] | None = None
     """When the stream is cut, once; what is under way is lost. It is back 15 ms later."""
+    up_bytes_per_ms: float | None = None
+    """A slow uplink: a frame takes as long as its bytes, those behind it wait. None: bytes take no time."""
     verifier_dies: bool = False
     """The cut takes the session with it: the device reopens with `continued`."""
 
@@ -59,13 +62,19 @@ class Setting:
     frame_nodes: int = 256
     draft_ms: float = 2.0
     step_ms: float = 10.0
+    scatter: float = 0.0
+    """Draft steps and the verifier's steps take up to this share more or less, evenly."""
     overlap_ms: tuple[float, float] | None = None
     """Draft on after such a time even while a hint is open; None: only when the last one has been judged."""
     resend_ms: float = 0.0
     """Say again what is open after this time; 0 never."""
     resends_bytes: bool = True
     """Say it again byte for byte; False: draft it again."""
+    is_local: bool = False
+    """The product's device drafts on while the stream is cut."""
     device: type[Device] = Device
+    engine: type[EdgeEngine] = EdgeEngine
+    """Of `EdgeDevice`."""
     drafter: type[ModelDrafter] = ModelDrafter
     trie: type[HintTrie] = HintTrie
     secret_of: Callable[[int, int], int] = lambda seed, secret: secret
@@ -74,10 +83,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One session's text (`ENDED` behind a stop id), and the first node of each hint judged: ids before, accepted?"""
+    """One session's first ids (`ENDED` behind a stop id), and the first node of each hint judged: ids before, accepted?
+
+    `whole`: context and all generated ids.
+    """
 
     text: tuple[int, ...]
     judged: tuple[tuple[tuple[int, ...], bool], ...]
+    whole: tuple[int, ...] = ()
 
 
 @contextmanager

@@ -8,21 +8,39 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from bench.distribution_setting import TEXT_IDS, Outcome, Setting
-from bench.toy_pair import ENDED, ToyDraft, ToyTarget
+from bench.toy_pair import ENDED, ToyDraft, ToyPair, ToyTarget
 from cloud_verifier.judge import Judge
 from cloud_verifier.scheduler import Scheduler, StepBudget, StepPlan
 from cloud_verifier.sessions import Session
+from cloud_verifier.target_model import RowInput
 from cloud_verifier.worker import Worker
+from edge_client.edge_engine import Experience
 from shared import codec
 from shared.errors import DraftwireError
 from shared.hint_trie import HintTrie
 from shared.pb import verifier_pb2 as pb
 from shared.randomness import mix64
-from shared.types import DownFrame, Hint, Open, Resume, SessionId, UpFrame
+from shared.types import DownFrame, Hint, Open, Pace, Resume, SessionId, UpFrame
+
+
+class TimedTarget(ToyTarget):
+    """Its forward takes time: `now_ms` stands still during a step, so it is kept here until the step ends."""
+
+    def __init__(self, pair: ToyPair) -> None:
+        super().__init__(pair)
+        self.step_ms = self.forward_ms = 0.0
+
+    def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
+        """See TargetModel."""
+        self.forward_ms = self.step_ms
+        return super().forward(rows)
 
 
 class World:
@@ -30,14 +48,20 @@ class World:
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self.setting, self.now_ms = setting, 0.0
+        self.experience = Experience.fresh()
+        self.tally: Counter[str] = Counter()
+        """What the product's device did, over all sessions."""
         self.valid_ids = setting.pair.valid_ids
-        self.target = ToyTarget(setting.pair)
+        self.target = TimedTarget(setting.pair)
         self.scheduler = Scheduler(
             StepBudget(prefill_tokens=1)
         )  # so that a hint can be there before the first id is judged
-        self.worker = Worker(self.target, Judge(self.valid_ids), self.scheduler, clock=lambda: self.now_ms / 1000)
+        self.worker = Worker(self.target, Judge(self.valid_ids), self.scheduler, clock=self._verifier_s)
         self.rim = codec.Rim(setting.limits, self.valid_ids)
         self._base = mix64(seed)
+
+    def _verifier_s(self) -> float:
+        return (self.now_ms + self.target.forward_ms) / 1000
 
     def keys(self, number: int) -> tuple[int, int, int]:
         """Session seed, device secret and timing seed of a session."""
@@ -64,7 +88,8 @@ class Life:
         self._arrived_up = self._arrived_down = 0.0
         self._is_busy = self._is_over = False
         self._wake_ms = -1.0
-        self._inbox: list[bytes] = []
+        self._inbox: list[tuple[float, bytes]] = []
+        self._up_free_ms = 0.0
         self._outbox: list[DownFrame] = []
         self._judged: list[tuple[tuple[int, ...], bool]] = []
         world.now_ms = 0.0
@@ -95,7 +120,7 @@ class Life:
             action()
         text = self.device.ids[self.request.generated_from :][:TEXT_IDS]
         padded = (*text, *[ENDED] * (TEXT_IDS - len(text)))
-        return Outcome(padded, tuple(self._judged))
+        return Outcome(padded, tuple(self._judged), tuple(self.device.ids))
 
     # ------------------------------------------------------------ time
 
@@ -107,31 +132,39 @@ class Life:
     def _between(self, bounds: tuple[float, float]) -> float:
         return bounds[0] if bounds[0] == bounds[1] else self.rng.uniform(*bounds)
 
+    def scattered(self, ms: float) -> float:
+        """A duration with the setting's scatter."""
+        share = self.setting.scatter
+        return ms * self.rng.uniform(1 - share, 1 + share) if share else ms
+
     # ------------------------------------------------------------ network
 
     def up(self, message: bytes) -> None:
-        """The device hands a hint to the network."""
+        """The device hands a hint or a pace to the network."""
         link, copies = self.setting.link, 1
         if link.loss or link.loses:
-            loss = link.loss if link.loses is None else link.loses(self._read_hint(message))
+            frame = self._decoded(message)
+            assert isinstance(frame, Hint)
+            loss = link.loss if link.loses is None else link.loses(frame)
             copies -= self.rng.random() < loss
         if link.duplicate:
             copies += self.rng.random() < link.duplicate
+        leaves = self.world.now_ms
         for _ in range(copies):
-            arrives = self.world.now_ms + self._between(link.up_ms)
+            if link.up_bytes_per_ms is not None:
+                leaves = self._up_free_ms = max(leaves, self._up_free_ms) + len(message) / link.up_bytes_per_ms
+            arrives = leaves + self._between(link.up_ms)
             if not link.overtakes:
                 arrives = self._arrived_up = max(arrives, self._arrived_up)
             self.post(arrives - self.world.now_ms, partial(self._arrive, self._stream, message))
 
-    def _read_hint(self, message: bytes) -> Hint:
-        frame = codec.decode_up(pb.Up.FromString(message), self.world.rim)
-        assert isinstance(frame, Hint)
-        return frame
+    def _decoded(self, message: bytes) -> UpFrame:
+        return codec.decode_up(pb.Up.FromString(message), self.world.rim)
 
     def _arrive(self, stream: int, message: bytes) -> None:
         if stream != self._stream:
             return
-        self._inbox.append(message)
+        self._inbox.append((self.world.now_ms / 1000, message))
         self._serve()
 
     def _flush_down(self) -> None:
@@ -148,19 +181,22 @@ class Life:
 
     def _cut(self) -> None:
         self._stream += 1
+        self._up_free_ms = 0.0
         self._inbox.clear()
         self._outbox.clear()
         self.session.sink = None
-        self.device.is_connected = False
+        self.device.cut_off()
         self.post(15.0, self._reopen if self.setting.link.verifier_dies else self._resume)
 
     def _resume(self) -> None:
+        self.device.asks()
         asked = self._received(self.device.resume(self.session.id))
         assert isinstance(asked, Resume)
         self.session.check_resume(asked)
         self._greet(asked.have)
 
     def _reopen(self) -> None:
+        self.device.asks()
         self.world.worker.drop(self.session, "lost")
         request = self.device.reopening(self.request)
         self.session = self._open(request)
@@ -215,8 +251,8 @@ class Life:
         """What the worker's thread does between steps: takes frames, sends frames, plans, steps."""
         if self._is_busy or self.session.sink is None:
             return
-        for message in self._inbox:
-            self.session.hint(self._read_hint(message))
+        for received_at, message in self._inbox:
+            self._take(self._decoded(message), received_at)
         self._inbox.clear()
         self._flush_down()
         now = self.world.now_ms / 1000
@@ -229,13 +265,22 @@ class Life:
             self._wake_ms = wake * 1000 + 0.001
             self.post(self._wake_ms - self.world.now_ms, self._serve)
 
+    def _take(self, frame: UpFrame, received_at: float) -> None:
+        if isinstance(frame, Pace):
+            self.session.set_pace(frame)
+            return
+        assert isinstance(frame, Hint)
+        self.session.hint(frame, received_at=received_at)
+
     def _step(self, plan: StepPlan) -> None:
         self._is_busy = True
-        before = tuple(self.session.ids)
+        before, target = tuple(self.session.ids), self.world.target
+        target.step_ms = self.scattered(self.setting.step_ms)
         self.world.worker.run_step(plan)
+        target.forward_ms = 0.0
         if plan.rows[0].nodes:
             self._judged.append((before, self.session.accepted_flags[len(before) - self.session.generated_from]))
-        self.post(self.setting.step_ms, self._end_step)
+        self.post(target.step_ms, self._end_step)
 
     def _end_step(self) -> None:
         self._is_busy = False

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +204,9 @@ def _streaming_s(text: Text, times: Times) -> float:
 def _synchronous(times: Times) -> dict[str, Callable[[Text], float]]:
     """Propose, wait, propose: seconds for a text, for each length and for a tree of eight nodes."""
     chains: dict[str, Callable[[Text], float]] = {
-        f"chain of {length}": (lambda text, length=length: _propose_and_wait(text, times, length, 1))
-        for length in SYNC_LENGTHS
+        f"chain of {length}": partial(_propose_and_wait, times=times, length=length, width=1) for length in SYNC_LENGTHS
     }
-    return {**chains, "tree 4x2": lambda text: _propose_and_wait(text, times, 4, 2)}
+    return {**chains, "tree 4x2": partial(_propose_and_wait, times=times, length=4, width=2)}
 
 
 def _propose_and_wait(text: Text, times: Times, length: int, width: int) -> float:

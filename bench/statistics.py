@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+J = TypeVar("J")
 K = TypeVar("K")
 
 SMALLEST_EXPECTED = 5.0
@@ -64,9 +65,24 @@ def table_p(counts: Mapping[K, int], shares: Mapping[K, float]) -> float:
 
     Cells that expect less than `SMALLEST_EXPECTED` are merged, the rarest first, until each merged one expects enough.
     """
+    return tables_p({0: counts}, {0: shares})
+
+
+def tables_p(counts: Mapping[J, Mapping[K, int]], shares: Mapping[J, Mapping[K, float]]) -> float:
+    """One p-value of several tables, each with its own shares: the sum of their chi-squares."""
+    statistic, degrees = 0.0, 0
+    for key, table in counts.items():
+        if any(count and shares[key].get(cell, 0.0) <= 0 for cell, count in table.items()):
+            return 0.0
+        cells = _merged(table, shares[key])
+        statistic += sum((seen - told) ** 2 / told for seen, told in cells)
+        degrees += max(0, len(cells) - 1)
+    return chi_square_tail(statistic, degrees) if degrees else 1.0
+
+
+def _merged(counts: Mapping[K, int], shares: Mapping[K, float]) -> list[tuple[float, float]]:
+    """(seen, expected) of cells that expect enough; none if there are fewer than two."""
     total = sum(counts.values())
-    if any(count and shares.get(key, 0.0) <= 0 for key, count in counts.items()):
-        return 0.0
     cells: list[tuple[float, float]] = []
     expected = observed = 0.0
     for share, key in sorted(((share, key) for key, share in shares.items() if share > 0), key=lambda cell: cell[0]):
@@ -77,9 +93,7 @@ def table_p(counts: Mapping[K, int], shares: Mapping[K, float]) -> float:
             expected = observed = 0.0
     if cells and expected > 0:
         cells[-1] = (cells[-1][0] + observed, cells[-1][1] + expected)
-    if len(cells) < 2:
-        return 1.0
-    return chi_square_tail(sum((seen - told) ** 2 / told for seen, told in cells), len(cells) - 1)
+    return cells if len(cells) >= 2 else []
 
 
 def least_p(p_values: Sequence[float]) -> float:

@@ -208,6 +208,14 @@ class ToyDraft:
         row: npt.NDArray[np.float32] = self._rows[row_index(self._ranks, *self._fed[-2:])]
         return row
 
+    def save_rows(self, start: int) -> npt.NDArray[np.int64]:
+        """See NextTokenModel: the ids themselves. Shapes: (1, 1, length - start, 1)."""
+        return np.array(self._fed[start:], dtype=np.int64).reshape(1, 1, -1, 1)
+
+    def append_rows(self, rows: npt.NDArray[np.int64]) -> None:
+        """See NextTokenModel."""
+        self._fed.extend(int(token) for token in rows.ravel())
+
 
 # ---------------------------------------------------------------- the truth
 

@@ -11,23 +11,24 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from bench.traces import Trace
-from cloud_verifier.judge import Tested, Verdict
+from cloud_verifier.judge import Judge, Tested, Verdict
 from cloud_verifier.reports import NoObserver
 from cloud_verifier.scheduler import PlannedRow, Scheduler
 from cloud_verifier.sessions import Session
+from cloud_verifier.slot import Slot
 from cloud_verifier.step import StepRunner
 from cloud_verifier.step_cost import StepCost
-from cloud_verifier.target_model import RowInput, Timing
+from cloud_verifier.target_model import KvUse, RowInput, Timing
 from edge_client.controller import EngineSettings
 from edge_client.drafter import Drafter, HintTree
 from edge_client.edge_engine import DraftJob, EdgeEngine, Experience
 from edge_client.generate import draft_task
 from shared.codec import encode_down, encode_up
+from shared.errors import DraftwireError
 from shared.hint_trie import Node
 from shared.sampling import GREEDY, SamplingParams
 from shared.types import Commit, DownFrame, Epoch, Finished, Hint, Limits, Open, Pace, Rule, SessionId
@@ -81,8 +82,10 @@ class Outcome:
 class SimSlot:
     """A Slot that only counts."""
 
+    pages: tuple[int, ...] = ()
+
     def __init__(self, length: int = 0) -> None:
-        self.length, self.pages = length, ()
+        self.length = length
 
     def try_reserve(self, count: int) -> bool:
         """See Slot."""
@@ -137,18 +140,29 @@ class RecordedTarget:
     def recover(self) -> None:
         """See TargetModel."""
 
-    def kv_room(self, slots: Sequence[Any]) -> int:
+    def new_slot(self, principal: str) -> SimSlot:
+        """See TargetModel."""
+        return SimSlot()
+
+    def release(self, slot: Slot) -> None:
+        """See TargetModel."""
+
+    def kv_use(self) -> KvUse:
+        """See TargetModel."""
+        return KvUse()
+
+    def kv_room(self, slots: Sequence[Slot]) -> int:
         """See TargetModel."""
         return 1 << 20
 
 
-class RecordedJudge:
+class RecordedJudge(Judge):
     """Judges by what the target wrote."""
 
     def __init__(self, trace: Trace) -> None:
         self._text = [*trace.prompt, *trace.ids]
 
-    def judge(self, rows: Sequence[PlannedRow], scores: torch.Tensor) -> list[Verdict]:
+    def judge(self, rows: Sequence[PlannedRow], scores: torch.Tensor) -> list[Verdict | DraftwireError | None]:
         """See Judge."""
         return [self._verdict(row) for row in rows]
 
@@ -249,7 +263,7 @@ class World:
             self.scheduler,
             NoObserver(),
             self.clock,
-            self._fail,  # type: ignore[arg-type]
+            self._fail,
         )
         self.ids = list(trace.prompt)
         self.engine = EdgeEngine(

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 
-from edge_client.drafter import Drafter, HintTree
+from edge_client.drafter import Drafter, HintTree, LongDrafter
 from edge_client.edge_engine import DraftJob, EdgeEngine
 
 
@@ -30,8 +31,19 @@ class DraftWorker:
 
     def __init__(self, drafter: Drafter | None, executor: Executor, clock: Callable[[], float]) -> None:
         self._drafter, self._executor, self._clock = drafter, executor, clock
-        self.running: asyncio.Future[FinishedDraft] | None = None
+        self.running: asyncio.Future[FinishedDraft | None] | None = None
         self.busy_s = 0.0
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Begins to take in a prompt while the verifier is still being asked."""
+        if isinstance(self._drafter, LongDrafter):
+            loop = asyncio.get_running_loop()
+            self.running = loop.run_in_executor(self._executor, self._take_in, self._drafter, list(ids))
+
+    def _take_in(self, drafter: LongDrafter, ids: list[int]) -> None:
+        """(worker thread) What fails here fails again, and is told, when something is to be proposed."""
+        with suppress(Exception):
+            drafter.prepare(ids)
 
     def start(self, engine: EdgeEngine, ids: Sequence[int], now: float) -> None:
         """Begins the engine's next job, if there is one and none is under way."""
@@ -58,17 +70,26 @@ class DraftWorker:
         if self.running is None or not self.running.done():
             return None
         finished, self.running = self.running.result(), None
-        self.busy_s += finished.ended_at - finished.started_at
+        if finished is not None:
+            self.busy_s += finished.ended_at - finished.started_at
         return finished
 
     async def ended(self, engine: EdgeEngine) -> None:
-        """Waits for a job under way, however often the caller is cancelled, and drops what came of it."""
+        """Waits for a job under way, however often the caller is cancelled, and drops what came of it.
+
+        A long prompt is not taken in to its end: what was taken in so far is kept.
+        """
         cancelled: asyncio.CancelledError | None = None
+        interruptible = self._drafter if isinstance(self._drafter, LongDrafter) else None
+        if interruptible is not None:
+            interruptible.interrupt()
         while self.running is not None and not self.running.done():
             try:
                 await asyncio.wait({self.running})
             except asyncio.CancelledError as error:
                 cancelled = error
+        if interruptible is not None:
+            interruptible.resume()
         finished = self.take()
         if finished is not None:
             engine.failed(finished.job)

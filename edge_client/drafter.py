@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.branch_rows import BranchRows
 from shared import agreement, rejection
-from shared.errors import NumericalError
+from shared.errors import ModelError, NumericalError
 from shared.randomness import draft_unit, ids_digest
 from shared.rejection import QRow
 from shared.sampling import Counts, SamplingParams, penalised, warp
 from shared.types import Epoch, Rule
 
 Row = npt.NDArray[np.float32]
+FEED_CHUNK = 32
+"""Ids fed between two looks at whether anybody still wants them."""
 NEAR = 20.0
 """An alternative this far below the best score is none."""
 
@@ -90,6 +92,23 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class LongDrafter(Protocol):
+    """What a Drafter may offer besides, if taking in a long prompt takes it a while."""
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Takes in ids ahead of the first proposal; before `begin`, on the worker thread."""
+        ...
+
+    def interrupt(self) -> None:
+        """(any thread) Ends what is under way with an error, as soon as may be; so does all that follows."""
+        ...
+
+    def resume(self) -> None:
+        """Takes `interrupt` back."""
+        ...
+
+
 class NextTokenModel(Protocol):
     """A causal model with a KV cache that rolls back by length."""
 
@@ -147,6 +166,7 @@ class ModelDrafter:
         self._branches = BranchRows()
         self._drawn_rows: dict[bytes, tuple[int, QRow, int]] = {}
         self._task: DraftTask | None = None
+        self._is_interrupted = False
 
     @property
     def fed_ids(self) -> list[int]:
@@ -169,6 +189,19 @@ class ModelDrafter:
         for digest, (position, _, _) in list(self._drawn_rows.items()):
             if position < len(ids):
                 del self._drawn_rows[digest]
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """See LongDrafter."""
+        self.sync(ids)
+        self._hold(self._ids[: self.model.context_size])
+
+    def interrupt(self) -> None:
+        """See LongDrafter."""
+        self._is_interrupted = True
+
+    def resume(self) -> None:
+        """See LongDrafter."""
+        self._is_interrupted = False
 
     def propose(self, budget: Budget) -> HintTree:
         """See Drafter."""
@@ -282,8 +315,12 @@ class ModelDrafter:
         self._rewind(length)
 
     def _feed(self, ids: Sequence[int]) -> None:
-        self._scores = self.model.feed(ids)
-        self._fed.extend(ids)
+        for start in range(0, len(ids), FEED_CHUNK):
+            if self._is_interrupted:
+                raise ModelError("the draft was interrupted")
+            chunk = ids[start : start + FEED_CHUNK]
+            self._scores = self.model.feed(chunk)
+            self._fed.extend(chunk)
 
     def _rewind(self, length: int) -> None:
         del self._fed[length:]

@@ -108,6 +108,8 @@ class Generation:
         self._started = self._asked_at = self._clock()
         cut: DraftwireError | None = None
         try:
+            if self._engine.decision.is_drafting:
+                self._worker.prepare(self._stream.ids)
             try:
                 await self._stream.open()
             except (TransportError, Overloaded) as error:  # no verifier at the moment, or one without room
@@ -126,6 +128,7 @@ class Generation:
                 except TransportError as error:
                     cut = error
         finally:
+            await self._worker.ended(self._engine)
             await self._stream.say_goodbye()
 
     async def _follow(self) -> AsyncGenerator[Event, None]:

@@ -93,7 +93,7 @@ class LinkClock:
         return measured
 
     def newest_arrived(self, now: float, seen_node: int) -> int:
-        """The highest node number that the verifier had when it sent the commit that came now: it is in the next plan."""
+        """The highest node number that the verifier had when it sent the commit that came now."""
         before = now - (self.round_trip_s or 0.0)
         return max([seen_node, *(node for node, sent_at in self._sent.items() if sent_at <= before)])
 

@@ -1,14 +1,14 @@
 """A device and a verifier without time, models or sockets: a script of bytes says what happens next.
 
-The device's `EdgeEngine` is the product's, as is the verifier's session (`interleaved_verifier`); the link is two queues
-that can be cut anywhere. `check` holds after every event.
+The device's `EdgeEngine` is the product's, as is the verifier's session (`interleaved_verifier`); the link is two
+queues that can be cut anywhere. `check` holds after every event.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -36,12 +36,12 @@ class Setting:
     """What an interleaving runs under."""
 
     is_chain: bool = False
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     run_ahead: int = 256
     max_new_tokens: int = 24
     stop_ids: tuple[int, ...] = ()
     has_retrieval: bool = False
-    engine: EngineSettings = EngineSettings()
+    engine: EngineSettings = field(default_factory=EngineSettings)
 
 
 @lru_cache
@@ -169,7 +169,9 @@ class Interleaving:
             base = self._named[hint.base_node] if hint.base_node else tuple(self.ids[: hint.base_position])
             self._named[number] = path = (*(self._named[number - delta] if delta else base), token)
             assert len(path) <= self.end
-            if self.setting.is_chain:  # the first that was drawn at a prefix, and its very row, however often it is sent
+            if (
+                self.setting.is_chain
+            ):  # the first that was drawn at a prefix, and its very row, however often it is sent
                 assert (token, hint.rows[index]) == self._drawn[path[:-1]]
         self.up.append(hint)
         self.seen["hint"] += 1
@@ -252,7 +254,8 @@ class Interleaving:
     def check(self) -> None:
         """The invariants that test_engine_interleavings.py tells of."""
         session, trie = self.verifier.session, self.verifier.session.trie
-        assert self.ids == session.ids[: len(self.ids)] and session.ids == self.text[: session.length]
+        assert self.ids == session.ids[: len(self.ids)]
+        assert session.ids == self.text[: session.length]
         assert self.engine.length == len(self.ids)
         trie.check_integrity()
         if not self.is_online or session.finished is not None:

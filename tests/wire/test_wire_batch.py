@@ -518,7 +518,7 @@ async def test_a_full_verifier_is_waited_for_and_the_text_comes_when_there_is_ro
                     ids += event.ids
     assert refusals(answers) > 0
     assert ids == plain.ids([70, 71], 12, GREEDY)
-    assert states == [State.OFFLINE, State.DRAFTING]
+    assert states[:2] == [State.OFFLINE, State.DRAFTING]
 
 
 @pytest.mark.parametrize("limit_s", [0, 0.2])

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
+import threading
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
 from cloud_verifier.loading import LoadedTarget
 from edge_client import BlockingClient, ClientConfig, Committed, Done, SpeculativeClient
 from edge_client.cli import main
+from edge_client.trace_file import read_trace
 from shared.errors import ConfigError, VerifierUnavailable
 from shared.sampling import GREEDY
 from shared.types import Rule
-from tests.rig import Running, serving
+from tests.rig import PATIENCE_S, Running, serving
 from tests.tiny_pair import TinyPair
 
 PROMPT = "the cat"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(running: Running, pair: TinyPair, **changes: object) -> ClientConfig:
@@ -114,6 +121,68 @@ async def test_the_command_line_prints_one_json_object_with_the_text_and_its_fig
     assert result["text"] == expected.text
     assert result["tokens"] == len(expected.ids)
     assert 0 < result["steps"] <= result["tokens"]
+
+
+async def test_ctrl_c_in_mid_text_leaves_what_was_written_and_a_trace_of_it(
+    loaded_tiny: LoadedTarget, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    trace, gate, calls = tmp_path / "t.json", threading.Event(), 0
+    async with serving(loaded_tiny) as running:
+        forward = running.model.forward
+
+        def gated(*args: object, **named: object) -> object:
+            nonlocal calls
+            calls += 1
+            assert calls <= 6 or gate.wait(60)  # the text is not over when the signal comes
+            return forward(*args, **named)
+
+        running.model.forward = gated
+        arguments = ["generate", PROMPT, "--raw", "--temperature", "0", "--trace", str(trace), "--preview"]
+        arguments += ["--verifier", running.address, "--draft", str(tiny_pair.same_draft)]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "edge_client.cli", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(PATIENCE_S):
+                begun = await process.stdout.read(1)
+                process.send_signal(signal.SIGINT)
+                rest, told = await process.communicate()
+        finally:
+            gate.set()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == 130
+    assert told.decode().splitlines() == [f"[trace in {trace}]", "edge-client: interrupted"]
+    assert b"\x1b" not in begun + rest
+    recording = read_trace(trace)
+    assert recording.commits
+    assert "".join(commit.text for commit in recording.commits).encode() == begun + rest
+
+
+async def test_drafting_by_retrieval_loads_no_model_and_writes_the_same_text(
+    loaded_tiny: LoadedTarget, tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the draft's folder only the tokenizer is read: the model in it is none."""
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    for file in tiny_pair.same_draft.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes() if file.name.startswith("tokenizer") else b"")
+    prompt = "one two one two one two"
+    async with serving(loaded_tiny) as running:
+        arguments = ["generate", prompt, "--raw", "--json", "--max-new-tokens", "24", "--temperature", "0"]
+        arguments += ["--verifier", running.address, "--draft", str(folder), "--drafter", "retrieval"]
+        assert await asyncio.to_thread(main, arguments) == 0
+        result = json.loads(capsys.readouterr().out)
+        async with SpeculativeClient(config(running, tiny_pair)) as client:
+            expected = await client.generate(prompt, max_new_tokens=24, sampling=GREEDY)
+    assert result["text"] == expected.text
+    assert result["draft_steps"] == 0
+    assert result["hints"] > 0
 
 
 @pytest.mark.parametrize(

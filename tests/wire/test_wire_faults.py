@@ -75,9 +75,8 @@ async def test_connections_cut_at_random_bytes_cost_no_id_and_give_none_twice(
             proxy.budget = lambda: None  # a text is opened over a whole connection
             proxy.cut_all()
             await answers(device)
-            if proxy.cuts >= 8:
+            if reconnects >= 8:  # a cut behind the last id costs none
                 break
-    assert proxy.cuts >= 8
     assert reconnects >= 8
 
 

@@ -1,0 +1,287 @@
+"""The device's engine against the verifier's under a virtual clock: it follows what changes and never costs speed.
+
+All times are virtual; `World` itself asserts at the end of each text that the device holds exactly the recorded ids.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from bench.traces import Trace
+from bench.virtual import Times, World
+from edge_client.controller import EngineSettings
+from edge_client.drafter import DraftTask, HintTree, ModelDrafter
+from edge_client.edge_engine import EdgeEngine
+from shared.sampling import GREEDY
+from shared.types import Commit, Epoch, Limits, Open, Opened, PaceKind, Reason, Rule, SessionId
+from tests.formula_model import VALID, formula_row
+from tests.oracle import plain_ids
+from tests.synthetic.scripted_world import (
+    PROMPT,
+    ScriptedDrafter,
+    WatchedWorld,
+    gain,
+    streaming_s,
+    trace_of,
+)
+
+CELLS = [
+    (0.1, 0.05, 0.008),
+    (0.1, 0.0, 0.008),
+    (0.05, 0.05, 0.02),
+    (0.05, 0.1, 0.005),
+    (0.1, 0.2, 0.04),
+    (0.02, 0.0, 0.008),
+]
+"""Step, round trip, draft step, in seconds."""
+FLOOR_CELLS = 30
+
+
+# ---------------------------------------------------------------- what changes is followed
+
+
+@pytest.mark.parametrize(("cell", "within_s"), [((0.05, 0.02, 0.005), 2.0), ((0.1, 0.05, 0.008), 3.0)])
+def test_a_falling_and_rising_acceptance_is_followed(cell: tuple[float, float, float], within_s: float) -> None:
+    """0.9, then 0.3, then 0.9: within two seconds, or 30 steps where those take longer, known to 30 %."""
+    trace, falls_at, rises_at = trace_of(300), 100, 170
+    drafter = ScriptedDrafter(trace, lambda at: 0.3 if falls_at <= at < rises_at else 0.9)
+    world = WatchedWorld(trace, Times(*cell), EngineSettings(), drafter)
+    world.watch()
+    fell, rose = (next(seen.at for seen in world.seen if seen.length >= at) for at in (falls_at, rises_at))
+    assert rose - fell > within_s
+
+    def share(start: float) -> float:
+        return world.mean(lambda seen: seen.acceptance, start, 0.5)
+
+    assert share(fell - 0.5) == pytest.approx(0.9, rel=0.3)
+    assert share(fell + within_s) == pytest.approx(0.3, rel=0.3)
+    assert share(rose + within_s) == pytest.approx(0.9, rel=0.3)
+    assert world.mean(lambda seen: seen.is_drafting, rose + within_s, 1.0) > 0.5, "it drafts again"
+
+
+@pytest.mark.parametrize("step_s", [0.05, 0.1])
+def test_a_round_trip_that_grows_and_shrinks_again_is_followed_within_two_seconds(step_s: float) -> None:
+    trace = trace_of(400)
+    world = WatchedWorld(trace, Times(step_s, 0.01, 0.005), EngineSettings(), ScriptedDrafter(trace, 0.9))
+    world.change_at(2.0, round_trip_s=0.15)
+    world.change_at(5.0, round_trip_s=0.01)
+    world.watch()
+
+    def round_trip(start: float) -> float:
+        return world.mean(lambda seen: seen.round_trip_s, start, 1.0)
+
+    assert round_trip(1.0) == pytest.approx(0.01, rel=0.3)
+    assert round_trip(4.0) == pytest.approx(0.15, rel=0.3)
+    assert round_trip(7.0) == pytest.approx(0.01, rel=0.3)
+
+
+def test_after_a_draft_has_become_useless_and_good_again_text_is_as_fast_as_before() -> None:
+    trace = trace_of(400)
+    drafter = ScriptedDrafter(trace, lambda at: 0.0 if 120 <= at < 200 else 0.9)
+    world = WatchedWorld(trace, Times(0.1, 0.05, 0.008), EngineSettings(), drafter)
+    world.watch()
+
+    def rate(first: int, last: int) -> float:
+        times = [next(seen.at for seen in world.seen if seen.length >= at) for at in (first, last)]
+        return (last - first) / (times[1] - times[0])
+
+    assert rate(40, 120) > 20
+    assert rate(140, 200) > 9.5
+    assert rate(280, 400) > 0.8 * rate(40, 120)
+
+
+# ---------------------------------------------------------------- it never costs speed
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(cell: tuple[float, float, float]) -> None:
+    trace = trace_of(200)
+    assert gain(trace, Times(*cell), ScriptedDrafter(trace, 0.0)) >= 0.97
+
+
+@pytest.mark.parametrize("told", [0.1, 0.99])
+def test_a_drafter_that_is_wrong_and_knows_or_does_not_know_it_costs_next_to_nothing(told: float) -> None:
+    trace = trace_of(200)
+    times = Times(0.1, 0.05, 0.008, node_cost=0.02)
+    assert gain(trace, times, ScriptedDrafter(trace, 0.0, told=told)) >= 0.97
+
+
+@pytest.mark.parametrize("cell", [(0.05, 0.02, 0.06), (0.02, 0.1, 0.04), (0.1, 0.0, 0.5)])
+def test_a_drafter_slower_than_the_step_costs_nothing(cell: tuple[float, float, float]) -> None:
+    trace = trace_of(200)
+    drafter = ScriptedDrafter(trace, 0.95)
+    assert gain(trace, Times(*cell), drafter) >= 0.999
+    assert len(drafter.asked) < 100
+
+
+@pytest.mark.parametrize("seed", range(FLOOR_CELLS))
+def test_whatever_the_times_and_the_acceptance_it_is_never_slower_than_streaming(seed: int) -> None:
+    rng, trace = random.Random(seed), trace_of(200)
+    step_s, draft_s = rng.choice([0.02, 0.05, 0.1, 0.2]), rng.choice([0.003, 0.008, 0.017, 0.04, 0.1])
+    times = Times(step_s, rng.choice([0.0, 0.01, 0.05, 0.1, 0.2]), draft_s, node_cost=rng.choice([0.0, 0.003, 0.01]))
+    drafter = ScriptedDrafter(trace, rng.random(), rank=rng.choice([0, 0, 1]), told=rng.uniform(0.2, 0.95))
+    assert gain(trace, times, drafter, EngineSettings(width=rng.choice([1, 2, 4]))) >= 0.99
+
+
+def test_a_good_drafter_is_worth_having() -> None:
+    trace = trace_of(200)
+    assert gain(trace, Times(0.1, 0.05, 0.008), ScriptedDrafter(trace, 0.9)) > 2
+    assert gain(trace, Times(0.1, 0.05, 0.008), ScriptedDrafter(trace, 0.6)) > 1.2
+
+
+# ---------------------------------------------------------------- drafting ahead
+
+
+def test_it_drafts_on_past_ids_that_were_sent_and_not_confirmed_yet() -> None:
+    trace = trace_of(100)
+    world = WatchedWorld(trace, Times(0.1, 0.1, 0.008), EngineSettings(), ScriptedDrafter(trace, 0.95))
+    world.watch()
+    assert max(len(job.budget.path) for job in world.jobs) >= 6
+    assert sum(len(job.budget.path) > 0 for job in world.jobs) > len(world.jobs) / 2
+    ahead = [hint for hint in world.sent if hint.base_node or 0 not in (hint.parents or (0,))]
+    assert ahead, "no hint went on where an unconfirmed one had ended"
+
+
+def engine_with_two_branches() -> tuple[EdgeEngine, list[int]]:
+    """One that has drafted 11 or 22 after the text, 12 after 11, 23 and 24 after 22."""
+    request = Open(PROMPT, len(PROMPT), b"", GREEDY, 50, Epoch(0), 1, Rule.AGREEMENT, pace=PaceKind.RUN_ON)
+    engine, ids = EdgeEngine(request, EngineSettings(), has_model=True), list(PROMPT)
+    engine.opened(Opened(SessionId(b"s"), 1, Epoch(0), 5, 5, 1, b"", Limits()), ids, 0.0, 0.02)
+    answers = {(): (11, 22), (11,): (12,), (22,): (23,), (22, 23): (24,)}
+    asked: set[tuple[int, ...]] = set()
+    while not asked.issuperset(answers):
+        job = engine.next_job(0.0)
+        assert job is not None
+        asked.add(job.budget.path)
+        proposed = answers.get(job.budget.path, (77,))
+        told = (0.5, 0.45)[: len(proposed)] if len(proposed) > 1 else (0.9,)
+        engine.drafted(job, HintTree(proposed, (-1,) * len(proposed), told), "model", 0.0, 0.005)
+    return engine, ids
+
+
+def test_a_correction_that_was_drafted_as_an_alternative_goes_on_from_its_branch_without_a_draft_step() -> None:
+    engine, ids = engine_with_two_branches()
+    steps = engine.counters.draft_steps
+    ids.append(22)
+    engine.committed(ids, Commit(Epoch(0), 5, (22,), 0, step_us=100_000), 1.0)
+    assert engine.preview()[:2] == (23, 24)
+    hint = engine.take_hint(1.0)
+    assert hint is not None
+    assert hint.ids[:2] == (23, 24)
+    assert engine.counters.draft_steps == steps
+    job = engine.next_job(1.0)
+    assert job is not None
+    assert len(job.budget.path) >= 2
+
+
+def test_a_drafter_whose_second_choice_is_right_finds_its_corrections_drafted_already() -> None:
+    """Where the text turns to an alternative, what follows it is in the tree more often than not."""
+    trace = trace_of(150)
+    drafter = ScriptedDrafter(trace, 1.0, rank=1, told=0.55)
+    assert gain(trace, Times(0.1, 0.05, 0.004), drafter) > 1.5
+
+
+# ---------------------------------------------------------------- bounds of looking ahead (CASES.md C13)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 30])
+@pytest.mark.parametrize("pace", [PaceKind.RUN_ON, PaceKind.WAIT])
+def test_no_hint_and_no_draft_step_goes_past_the_last_id_that_may_come(count: int, pace: PaceKind) -> None:
+    trace = trace_of(count)
+    drafter = ScriptedDrafter(trace, 1.0)
+    world = WatchedWorld(trace, Times(0.1, 0.05, 0.004), EngineSettings(pace=pace), drafter)
+    world.watch()
+    last = len(PROMPT) + count - 1
+    assert all(at <= last for at in drafter.asked)
+    assert all(position <= last for position in world.hinted_positions())
+
+
+class FormulaDraft:
+    """A NextTokenModel that knows the target's formula, and fails past the end of its context."""
+
+    def __init__(self, context_size: int) -> None:
+        self.context_size = context_size
+        self._ids: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self._ids)
+
+    def rewind(self, length: int) -> None:
+        assert 0 <= length <= len(self._ids)
+        del self._ids[length:]
+
+    def feed(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        self._ids += ids
+        assert len(self._ids) <= self.context_size, "fed past the draft's context"
+        return formula_row(self._ids)
+
+    def save_rows(self, start: int) -> npt.NDArray[np.int64]:
+        return np.array(self._ids[start:], dtype=np.int64)[None, None, :, None]
+
+    def append_rows(self, rows: npt.NDArray[np.int64]) -> None:
+        self._ids += rows[0, 0, :, 0].tolist()
+        assert len(self._ids) <= self.context_size
+
+
+TARGET_HOLDS, DRAFT_HOLDS = 64, 48
+
+
+@pytest.mark.parametrize("pace", [PaceKind.RUN_ON, PaceKind.WAIT])
+@pytest.mark.parametrize("start", range(40, TARGET_HOLDS))
+def test_a_text_goes_to_the_end_of_the_targets_context_past_the_end_of_the_drafts(start: int, pace: PaceKind) -> None:
+    """CASES.md C13: contexts of 64 and 48 ids, from every length, looking eight ids ahead."""
+    prompt = [index % 20 for index in range(start)]
+    ids = plain_ids(formula_row, prompt, TARGET_HOLDS - start, GREEDY, valid=VALID)
+    trace, times = Trace("formula", tuple(prompt), tuple(ids), 1), Times(0.1, 0.02, 0.004)
+    drafter = ModelDrafter(FormulaDraft(DRAFT_HOLDS), VALID)
+    drafter.begin(DraftTask(GREEDY, 1, Rule.AGREEMENT, Epoch(0), start))
+    world = WatchedWorld(trace, times, EngineSettings(depth=8, pace=pace), drafter)
+    world.watch()
+    assert len(world.ids) == TARGET_HOLDS
+    assert world.session.finished is not None
+    assert world.session.finished.reason is Reason.LENGTH
+    told_to_run_on_s = 0.0 if pace is PaceKind.RUN_ON else times.round_trip_s + times.draft_s
+    assert world.out.seconds <= 1.01 * streaming_s(trace, times) + told_to_run_on_s
+    assert all(position <= DRAFT_HOLDS for position in world.hinted_positions())
+    assert not world.sent if start >= DRAFT_HOLDS else world.sent or start > DRAFT_HOLDS - 4
+    assert "context is full" in world.engine.explain()
+    assert not world.engine.decision.is_drafting
+
+
+# ---------------------------------------------------------------- pace wait
+
+
+@pytest.mark.parametrize("cell", CELLS[:4])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.95])
+def test_under_pace_wait_nothing_stalls_whatever_the_drafter_is_worth(
+    cell: tuple[float, float, float], acceptance: float
+) -> None:
+    """The verifier steps without hints after half a second: a text that lived on that would take 100 s."""
+    trace = trace_of(200)
+    settings = EngineSettings(pace=PaceKind.WAIT)
+    outcome = World(trace, Times(*cell), settings, ScriptedDrafter(trace, acceptance)).run()
+    assert outcome.seconds < 3 * streaming_s(trace, Times(*cell)) + 2
+
+
+@pytest.mark.parametrize("context_size", [0, 6, 40])
+def test_under_pace_wait_a_drafter_that_falls_silent_lets_the_verifier_run_on(context_size: int) -> None:
+    trace = trace_of(100)
+    settings = EngineSettings(pace=PaceKind.WAIT)
+    drafter = ScriptedDrafter(trace, 0.9, context_size=context_size)
+    world = WatchedWorld(trace, Times(0.05, 0.05, 0.008), settings, drafter)
+    world.watch()
+    assert world.out.seconds < 1.2 * streaming_s(trace, world.times) + 1
+    assert world.engine.decision.pace is PaceKind.RUN_ON
+
+
+def test_under_pace_wait_a_good_drafter_saves_forwards() -> None:
+    trace = trace_of(200)
+    settings = EngineSettings(pace=PaceKind.WAIT)
+    outcome = World(trace, Times(0.1, 0.05, 0.008), settings, ScriptedDrafter(trace, 0.95)).run()
+    assert outcome.steps < 0.4 * outcome.tokens
