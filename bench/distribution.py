@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import zlib
@@ -17,9 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
+
 from bench.distribution_broken import BROKEN, NO_EFFECT
 from bench.distribution_edge_cases import EDGE_BROKEN, EDGE_HONEST, EDGE_NO_EFFECT
-from bench.distribution_honest import HONEST, Case
+from bench.distribution_honest import HONEST, TWO_BYTES, Case
 from bench.distribution_setting import TEXT_IDS, Outcome, Setting, patched
 from bench.distribution_world import World
 from bench.statistics import least_p, sigmas_off, table_p, tables_p
@@ -72,7 +76,8 @@ def measure(case: Case, draws: int, seed: int) -> CaseResult:
     world = World(setting, seed ^ zlib.crc32(f"{setting.rule.value} {case.name}".encode()))
     with patched(setting.patches):
         outcomes = [world.run(index) for index in range(number)]
-    p_value = least_p([texts_p([outcome.text for outcome in outcomes], setting), *later_ps(outcomes, setting)])
+    first = texts_p([outcome.text for outcome in outcomes], setting)
+    p_value = least_p([first, *later_ps(outcomes, setting), *leaning_ps(outcomes, setting)])
     accepted, judged, expected = _acceptance(setting, outcomes)
     is_agreement = setting.rule is Rule.AGREEMENT
     off = sigmas_off(accepted, judged, expected) if judged else 0.0
@@ -136,6 +141,41 @@ def later_ps(outcomes: Sequence[Outcome], setting: Setting) -> list[float]:
         if counts:
             ps.append(tables_p(counts, told))
     return ps
+
+
+def leaning_ps(outcomes: Sequence[Outcome], setting: Setting) -> list[float]:
+    """P-values of a few sums over all ids of all texts that timing by what was drawn would shift: each id's deviation
+    of a feature from its mean under the target. One degree of freedom each, so they see what many cells would hide."""
+    if setting.sampling.has_penalties:
+        return []
+    visits: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for outcome in outcomes:
+        ids = outcome.whole
+        visits.update((ids[at - 2 : at], ids[at]) for at in range(len(setting.pair.context), len(ids)))
+    totals: dict[tuple[int, ...], int] = Counter()
+    for (before, _), count in visits.items():
+        totals[before] += count
+    features = cache(lambda before, token: _features(setting, before, token))
+    seen = told = variance = np.zeros(len(features(setting.pair.context, setting.pair.ids[0])))
+    for (before, token), count in visits.items():
+        seen = seen + count * features(before, token)
+    for before, count in totals.items():
+        shares = next_shares(setting.pair, setting.sampling, before, setting.pair.target_rows())
+        values, chances = np.array([features(before, token) for token in shares]), np.array(list(shares.values()))
+        mean = chances @ values
+        told, variance = told + count * mean, variance + count * (chances @ (values - mean) ** 2)
+    sigmas = np.abs(seen - told)[variance > 1] / np.sqrt(variance[variance > 1])
+    return [math.erfc(float(each) / math.sqrt(2)) for each in sigmas]
+
+
+def _features(setting: Setting, before: tuple[int, ...], token: int) -> npt.NDArray[np.float64]:
+    """Is an id likely by the draft, a stop id, followed by a sure row, by a short one, long on the wire? Times 10, so
+    that a few texts give variance enough to be looked at. Shapes: (5,)."""
+    pair, sampling = setting.pair, setting.draft_sampling or setting.sampling
+    here = next_shares(pair, sampling, before, pair.draft_rows())
+    after = next_shares(pair, sampling, (before[-1], token), pair.draft_rows())
+    is_stop, is_long = token in setting.stop_ids, token >= TWO_BYTES
+    return 10 * np.array([here.get(token, 0.0), max(after.values()), len(after) / len(pair.ids), is_stop, is_long])
 
 
 def _block_shares(pair: ToyPair, setting: Setting, before: tuple[int, ...], length: int) -> dict[tuple[int, ...], float]:

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edge_client.blocking import BlockingClient
     from edge_client.client import ClientConfig, SpeculativeClient
-    from edge_client.events import Committed, Done, FinishReason, Report, Result, State, StateChanged
+    from edge_client.events import (
+        Committed,
+        Done,
+        Event,
+        FinishReason,
+        OfflinePolicy,
+        Preview,
+        Report,
+        Result,
+        State,
+        StateChanged,
+    )
+    from edge_client.trace import Trace
     from shared.errors import DraftwireError
     from shared.sampling import SamplingParams
     from shared.types import PaceKind, Rule
@@ -21,8 +33,11 @@ __all__ = [
     "Committed",
     "Done",
     "DraftwireError",
+    "Event",
     "FinishReason",
+    "OfflinePolicy",
     "PaceKind",
+    "Preview",
     "Report",
     "Result",
     "Rule",
@@ -30,6 +45,7 @@ __all__ = [
     "SpeculativeClient",
     "State",
     "StateChanged",
+    "Trace",
 ]
 
 _HOMES = {
@@ -40,6 +56,7 @@ _HOMES = {
     "SamplingParams": "shared.sampling",
     "PaceKind": "shared.types",
     "Rule": "shared.types",
+    "Trace": "edge_client.trace",
 }
 """Where a public name lives; the others in edge_client.events."""
 

@@ -79,7 +79,7 @@ class Generation:
         self._manner, self._trace, self._clock = manner or Manner(), trace or NoTrace(), clock
         self._pace = stream.request.pace
         self._state: State | None = None
-        self._preview: tuple[int, ...] = ()
+        self._preview: tuple[tuple[int, ...], bool] = ((), False)
         self._sending: asyncio.Task[None] | None = None
         self._has_begun = False
         self._stop: str | None = None
@@ -227,11 +227,11 @@ class Generation:
     def _changed_preview(self) -> Preview | None:
         if not self._manner.previews:
             return None
-        ids = self._engine.preview()
-        if ids == self._preview:
+        ids, is_unverified = self._engine.preview(), self._state is State.UNVERIFIED
+        if (ids, is_unverified) == self._preview:
             return None
-        self._preview = ids
-        return Preview(self._text.preview(ids), ids, self._state is State.UNVERIFIED)
+        self._preview = ids, is_unverified
+        return Preview(self._text.preview(ids), ids, is_unverified)
 
     # ------------------------------------------------------------ drafts
 
@@ -242,13 +242,17 @@ class Generation:
             return
         if finished.error is not None:
             self._engine.failed(finished.job)
-            self._engine.stop_drafting(f"drafting failed: {finished.error}", self._clock())
+            self._stop_drafting(f"drafting failed: {finished.error}")
             return
         assert self._drafter is not None
         path_length, nodes = len(finished.job.budget.path), len(finished.tree.ids)
         self._trace.drafted(finished.started_at, finished.ended_at, path_length, nodes, self._drafter.name)
         took_s = finished.ended_at - finished.started_at
         self._engine.drafted(finished.job, finished.tree, self._drafter.name, self._clock(), took_s)
+
+    def _stop_drafting(self, why: str) -> None:
+        log.warning("no hints any more in this text: %s", why)
+        self._engine.stop_drafting(why, self._clock())
 
     # ------------------------------------------------------------ frames up
 
@@ -309,7 +313,7 @@ class Generation:
                 last = [Committed(delta.text, (), (Piece(delta.text, -1, False),))] if delta.text else []
                 return [*last, self._done(_REASONS[frame.reason], delta.stop_matched)]
             case Fault(answers="hint" | "pace"):
-                self._engine.stop_drafting(f"the verifier refused a {frame.answers}: {frame.message}", self._clock())
+                self._stop_drafting(f"the verifier refused a {frame.answers}: {frame.message}")
                 return []
             case Fault():
                 raise cut_or_error(frame)
@@ -337,6 +341,7 @@ class Generation:
                 self._stop = delta.stop_matched
                 break
         committed = self._committed(commit, fresh, pieces)
+        self._preview = ((), False)  # a commit ends the preview before it
         self._tell_engine(commit, committed.text, now)
         return [committed]
 

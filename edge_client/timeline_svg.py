@@ -29,8 +29,9 @@ BOXES = {
     "text-accepted": GREEN,
     "text-none": ORANGE,
     "state-drafting": "#D6EAF8",
-    "state-streaming": "#E4E4E4",
-    "state-reconnecting": "#F5C9B0",
+    "state-verified": "#E4E4E4",
+    "state-unverified": "#FBE7A1",
+    "state-offline": "#F5C9B0",
 }
 OTHER_BOX = "#EBD6E4"
 """A state without a colour of its own."""

@@ -70,7 +70,7 @@ class TraceSink(Protocol):
         ...
 
     def state(self, at_s: float, state: str, detail: str = "") -> None:
-        """Text comes in another way from now on (drafting, streaming, stalled, ...), until the next call."""
+        """Text comes in another way from now on (drafting, verified, offline, ...), until the next call."""
         ...
 
 

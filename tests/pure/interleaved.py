@@ -38,7 +38,7 @@ class Setting:
     is_chain: bool = False
     limits: Limits = field(default_factory=Limits)
     run_ahead: int = 256
-    max_new_tokens: int = 24
+    max_new_tokens: int = 20
     stop_ids: tuple[int, ...] = ()
     has_retrieval: bool = False
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -202,6 +202,7 @@ class Interleaving:
             assert tuple(self.ids[frame.start : frame.end]) == frame.ids[:held], "commits contradict each other"
             self.ids.extend(frame.ids[held:])
             self.engine.committed(self.ids, frame, self.now)
+            self.verifier.arrived(frame)
 
     # ------------------------------------------------------------ cuts and edits
 

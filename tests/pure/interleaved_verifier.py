@@ -56,13 +56,17 @@ class NoSlot:
 
 
 class VerifierEnd:
-    """One verifier, as one device sees it. `over_budget`: numbers of nodes that there was no room for."""
+    """One verifier, as one device sees it.
+
+    `over_budget`: numbers of nodes that there was no room for, until a commit that says so has reached the device.
+    """
 
     def __init__(self, limits: Limits, script: Script, seen: Counter[str]) -> None:
         self._limits, self._script, self._seen = limits, script, seen
         self._opened = 0
         self.down: deque[DownFrame] = deque()
         self.over_budget: set[int] = set()
+        self._told: dict[int, set[int]] = {}
         self.session: Session
 
     def open(self, request: Open, now: float) -> None:
@@ -81,6 +85,11 @@ class VerifierEnd:
         session.check_resume(Resume(session.id, session.opened_with.epoch, len(ids), ids_digest(ids)))
         session.sink = self
         self.down.extend(session.replay(len(ids)))
+
+    def arrived(self, commit: Commit) -> None:
+        """The device has this commit, and so knows of all that was over budget by then."""
+        if commit.dropped_over_budget:
+            self.over_budget -= self._told[commit.end]
 
     def send(self, frame: DownFrame) -> None:
         """See Sink."""
@@ -126,6 +135,7 @@ class VerifierEnd:
             accepted, children = accepted + 1, found.children
         start = session.length
         dropped = session.commit(tokens, accepted, [])
+        self._told[session.length] = set(self.over_budget)
         session.timed_node, session.idle_since = seen_node, now
         commit = Commit(session.opened_with.epoch, start, tuple(tokens), accepted, seen_node, step_us=100_000)
         self.send(replace(commit, dropped_over_budget=dropped[Drop.OVER_BUDGET], hint_wait_us=wait_us))

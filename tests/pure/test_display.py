@@ -75,6 +75,7 @@ class Terminal(io.StringIO):
 
     def _put(self, character: str) -> None:
         width = 2 if character >= "\u1100" and character not in "…" else 1
+        assert self.wraps or self.column + width < COLUMNS, "a cursor behind the last column stands in no certain place"
         if self.column + width > COLUMNS:
             assert self.wraps, "the printer relies on the terminal to cut"
             self._down()
@@ -145,6 +146,17 @@ def test_a_preview_never_leaves_its_line_nor_moves_the_text(before: str, ghost: 
         assert (terminal.row, terminal.column) == (plain.row, plain.column)
         shown.clear()
         assert terminal.shown() == plain.shown()
+
+
+@pytest.mark.parametrize(
+    ("text", "last"), [("x" * 18 + "你好", "好"), ("x" * 19 + "你好", "你好"), ("x" * 47, "x" * 7)]
+)
+def test_text_that_the_terminal_has_wrapped_has_its_ghost_on_the_last_line(text: str, last: str) -> None:
+    terminal = Terminal()
+    shown = printer(terminal)
+    shown.show(committed(text))
+    shown.preview(preview("ghost"))
+    assert terminal.shown().split("\n")[-1] == f"{last}<d>ghost</d>"
 
 
 def test_an_empty_preview_takes_the_ghost_away() -> None:

@@ -42,7 +42,7 @@ def test_device_and_verifier_agree_whatever_happens_in_whatever_order(setting: S
     seen: Counter[str] = Counter()
 
     @settings(derandomize=True, max_examples=EXAMPLES, deadline=None, database=None)
-    @given(st.binary(min_size=30, max_size=110))
+    @given(st.binary(min_size=30, max_size=90))
     def interleave(choices: bytes) -> None:
         seen["interleavings"] += 1
         Interleaving(setting, choices, seen).run()

@@ -207,6 +207,7 @@ def test_a_new_epoch_takes_no_rows_of_the_old_one(model: CountingModel, fresh_mo
     changed = [*PROMPT[:3], 99, *PROMPT[4:]]
     drafter.begin(task(epoch=2))
     drafter.sync(changed)
+    drafter.propose(Budget(1))
     model.copied = 0
     budget = Budget(1, 4, (41, 42, 43, 44))
     assert_like_a_fresh_drafters(drafter.propose(budget), drafter, budget, fresh_model)
