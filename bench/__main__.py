@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import capacity, demo, distribution, exactness, gpu_check, link, loopback, overload, simulate, traces
+from bench import capacity, demo, distribution, exactness, gpu_check, link, loopback, outage, overload, simulate, traces
 from shared.errors import DraftwireError
 
 
@@ -15,7 +15,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measurements of Draftwire.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (exactness, distribution, loopback, link, capacity, overload, gpu_check, traces, simulate, demo):
+    for module in (
+        exactness,
+        distribution,
+        loopback,
+        link,
+        capacity,
+        overload,
+        outage,
+        gpu_check,
+        traces,
+        simulate,
+        demo,
+    ):
         module.add_parser(commands)
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended

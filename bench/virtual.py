@@ -367,7 +367,10 @@ class World:
         self._device_turn(now)
 
     def _device_turn(self, now: float) -> None:
-        pace = self.engine.decision.pace
+        job = self.engine.next_job(now)
+        if job is not None:
+            self._at(now + self._draft_s(job), lambda later: self._drafted(later, job, later - now))
+        pace = self.engine.pace(now)
         if pace is not self._pace:
             self._pace = pace
             self._send(now, Pace(self.request.epoch, pace, self.request.run_ahead, self.engine.length))
@@ -383,9 +386,6 @@ class World:
         if self.engine.unacknowledged >= self.request.run_ahead // 2:
             self._send(now, Pace(self.request.epoch, pace, self.request.run_ahead, self.engine.length))
             self.engine.acknowledged()
-        job = self.engine.next_job(now)
-        if job is not None:
-            self._at(now + self._draft_s(job), lambda later: self._drafted(later, job, later - now))
 
     def _send(self, now: float, frame: Hint | Pace) -> None:
         size = encode_up(frame).ByteSize()

@@ -1,7 +1,7 @@
 """Keys and values of branches that a drafter left, kept so that going back to one costs a copy and no forward.
 
 Must not know: models, sampling. Used by `drafter.ModelDrafter`. Rows depend on nothing but the ids up to them, so a
-saved row is the row that feeding the same ids again would give, bit for bit.
+saved row stands for the row that feeding the same ids again would give.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ PRIOR_TRIES = 6.0
 """Tries of the same bin that the drafter's own word counts as much as, before anything was learnt."""
 DECAY = 0.985
 """What a try still weighs after one more in its bin: about the last sixty count."""
-RECENT_DECAY = 0.92
+RECENT_DECAY = 0.9
 MOST, LEAST = 0.995, 0.001
 
 

@@ -82,6 +82,7 @@ class Controller:
         self._backoff_s = FIRST_BACKOFF_S
         self._reason = "begins"
         self.rests = 0
+        self.is_stopped = False
 
     # ------------------------------------------------------------ what happened
 
@@ -109,6 +110,7 @@ class Controller:
         """No hints any more."""
         self._is_resting, self._reason, self._rest_until = True, why, math.inf
         self._probed_at = math.inf
+        self.is_stopped = True
 
     def note_pause(self) -> None:
         """The stream was cut: the time until the next commit says nothing."""

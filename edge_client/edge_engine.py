@@ -24,6 +24,13 @@ LEAST_CHANCE = 0.03
 """An alternative less likely than this is not sent beside a likelier one."""
 RETRIEVED_IDS, RETRIEVED_WIDTH = 12, 2
 MAX_TREE_NODES = 1024
+REFEED_SHARE = 1 / 3
+"""What one more id to take in costs, as a share of a draft step."""
+REBASE_EVERY_S = 1.0
+"""A verifier that has no room is not flooded: all is sent again so often at most."""
+PING_EVERY_S = 1.0
+"""While resting the round trip is measured so often, by a hint of one id."""
+FEW_REMEMBERED = 256
 LOCAL_IDS = 512
 """How far the draft writes alone at most."""
 
@@ -36,6 +43,8 @@ class DraftJob:
     budget: Budget
     length: int
     """Committed ids when it was asked for."""
+    unfed: int
+    """Ids that the model must take in for it, going by what it drafted before."""
     is_probe: bool
 
 
@@ -78,8 +87,10 @@ class EdgeEngine:
         self._tree = DraftTree(request.ids[-1], self._length, self.experience.calibration, self._is_chain)
         self._job: DraftJob | None = None
         self._next_node, self._acked, self._needs_digest = 1, self._length, True
+        self._rebased_at = self._resend_at = self._pinged_at = -math.inf
         self._is_online, self._is_local = False, False
-        self._draft_is_warm = False
+        self._held_position = -1
+        self._source = "model"
         self._depth_right: list[int] = []
         self._depth_judged: list[int] = []
         self.decision = self._decide(0.0)
@@ -121,6 +132,8 @@ class EdgeEngine:
         for depth, token in enumerate(ids[self._length :], start=1):
             was_sent = any(child.number for child in self._tree.root.children.values())
             was_right = self._tree.advance(token)
+            if self._source in self._tree.root.heard:
+                self._held_position = self._tree.root.position
             if was_right is not None:
                 self.controller.note_judged(was_right)
             if was_sent:
@@ -130,6 +143,7 @@ class EdgeEngine:
         self.controller.note_commit(now, len(commit.ids), is_plain)
         if commit.dropped_over_budget:
             self._tree.forget_numbers()
+            self._resend_at, self._rebased_at = self._rebased_at + REBASE_EVERY_S, now
             self.counters.rebases += 1
         self._sync_retrieval()
         if not self._tree.root.heard:
@@ -152,9 +166,9 @@ class EdgeEngine:
         """A draft step has ended. An empty proposal means that the model can go no further here."""
         assert job is self._job
         self._job = None
-        if self._draft_is_warm:  # the first step feeds the whole context
-            self.clock.note_draft(took_s)
-        self._draft_is_warm = True
+        if self._held_position >= 0:  # the first step takes in the whole context
+            self.clock.note_draft(took_s / (1 + REFEED_SHARE * (job.unfed - 1)))
+        self._held_position = max(self._held_position, job.length - 1)
         self.counters.draft_steps += 1
         if not proposed.ids and not job.budget.path and job.length == self._length:
             self._has_model = False
@@ -162,6 +176,7 @@ class EdgeEngine:
                 self.controller.stop("the draft model's context is full")
         if job.is_probe:
             self.controller.note_probe(now)
+        self._source = source
         if self._tree.holds(job.node):
             self._tree.add(job.node, proposed, source)
             self._retrieve_further(job.node)
@@ -193,7 +208,8 @@ class EdgeEngine:
     def _retrieve(self, node: DraftNode) -> None:
         if self._retrieval is None or self._settings.depth <= 0 or self._retrieval.name in node.heard:
             return
-        depth = min(RETRIEVED_IDS, self._room(node))
+        above = node.position - self._tree.root.position
+        depth = min(RETRIEVED_IDS, self._room(node), self._settings.depth - above)
         if depth > 0:
             budget = Budget(depth, min(RETRIEVED_WIDTH, self._settings.width), node.path())
             proposed = self._retrieval.propose(budget)
@@ -234,7 +250,18 @@ class EdgeEngine:
         return self._job
 
     def _job_of(self, node: DraftNode, is_probe: bool) -> DraftJob:
-        return DraftJob(node, Budget(1, self.decision.width, node.path()), self._length, is_probe)
+        budget = Budget(1, self.decision.width, node.path())
+        return DraftJob(node, budget, self._length, self._unfed(node), is_probe)
+
+    def _unfed(self, node: DraftNode) -> int:
+        """Ids from the last one that the model has drafted from, down to a node; at least 1."""
+        count, above = 0, node
+        while self._source not in above.heard:
+            count += 1
+            if above.parent is None:
+                return max(1, count - 1 + above.position - self._held_position)
+            above = above.parent
+        return max(1, count)
 
     def _best_to_expand(self, now: float) -> Standing | None:
         """The node whose continuation is likeliest to be reached in time."""
@@ -289,14 +316,24 @@ class EdgeEngine:
 
     def send_at(self, now: float) -> float | None:
         """When a hint is due; None if there is nothing to send."""
-        if not self._is_online or not self.decision.is_drafting or not self._pending(now):
+        if self._is_online and now < self._resend_at:
+            return self._resend_at
+        if not self._is_online or not self._to_send(now):
             return None
+        if not self.decision.is_drafting:
+            return now
         if self._settings.pace is PaceKind.WAIT and not self._is_verifier_at_work():
             return now if self._is_enough(now) else math.inf
         departure = self.clock.next_departure(now)
         if departure is None:
             return now
         return max(now, departure - self.decision.margin_s)
+
+    def pace(self, now: float) -> PaceKind:
+        """The pace to ask for. A verifier that waits for hints is not left standing while none are to be had."""
+        if self.decision.pace is not PaceKind.WAIT or self._job is not None or self._is_verifier_at_work():
+            return self.decision.pace
+        return PaceKind.WAIT if self._pending(now) else PaceKind.RUN_ON
 
     def _is_verifier_at_work(self) -> bool:
         return any(child.number for child in self._tree.root.children.values())
@@ -322,15 +359,33 @@ class EdgeEngine:
             reach, node = reach * node.chance, node.parent
         return reach
 
+    def _to_send(self, now: float) -> list[DraftNode]:
+        """What a hint would hold now. While resting: one id now and then, to measure the link."""
+        if now < self._resend_at:
+            return []
+        if self.decision.is_drafting:
+            return self._pending(now)
+        if now < self._pinged_at + PING_EVERY_S or self._settings.depth <= 0 or self.controller.is_stopped:
+            return []
+        best = max(self._tree.root.children.values(), key=lambda child: child.chance, default=None)
+        return [best] if best is not None and not best.number else []
+
     def _pending(self, now: float) -> list[DraftNode]:
         """Nodes to send, parents first: those that may come in time, and what leads to them."""
         missed = self._missed(now)
         wanted: dict[int, DraftNode] = {}
         order: list[DraftNode] = []
+        held = 0
         for standing in self._tree.standings():
             node = standing.node
             order.append(node)
-            if node.number or not standing.depth or standing.reach < self._settings.send_reach:
+            held += node.number > 0
+            if (
+                node.number
+                or standing.depth > self._settings.depth
+                or not standing.depth
+                or standing.reach < self._settings.send_reach
+            ):
                 continue
             if standing.depth <= standing.sent_depth + missed or not self._is_worth_sending(node):
                 continue
@@ -338,16 +393,17 @@ class EdgeEngine:
             while above is not None and above.parent is not None and not above.number and id(above) not in wanted:
                 wanted[id(above)] = above
                 above = above.parent
-        return [node for node in order if id(node) in wanted][: self.limits.max_frame_nodes]
+        room = min(self.limits.max_frame_nodes, self.limits.max_held_nodes - held)
+        return [node for node in order if id(node) in wanted][: max(0, room)]
 
     def _is_worth_sending(self, node: DraftNode) -> bool:
         assert node.parent is not None
-        best = max(child.chance for child in node.parent.children.values())
-        return node.chance >= LEAST_CHANCE or node.chance == best
+        better = sum(child.chance > node.chance for child in node.parent.children.values())
+        return better == 0 or (better < self._settings.width and node.chance >= LEAST_CHANCE)
 
     def take_hint(self, now: float) -> Hint | None:
         """The hint to send now, with all that is worth it; its nodes count as sent."""
-        nodes = self._pending(now) if self.decision.is_drafting else []
+        nodes = self._to_send(now)
         if not nodes:
             return None
         first = self._next_node
@@ -373,6 +429,8 @@ class EdgeEngine:
         )
         self._needs_digest = self._needs_digest and digest is None
         self._acked = max(self._acked, ack)
+        if not self.decision.is_drafting:
+            self._pinged_at = now
         self.clock.note_sent(self._next_node - 1, now)
         self.counters.hints += 1
         self.counters.hint_nodes += len(nodes)
@@ -381,7 +439,8 @@ class EdgeEngine:
     def _delta(self, node: DraftNode) -> int:
         """Backward to the parent's number; 0: it stands at the base, behind the committed ids."""
         assert node.parent is not None
-        return node.number - node.parent.number if node.parent.number else 0
+        is_forgotten = node.parent is self._tree.root and self.limits.remembered_nodes < FEW_REMEMBERED
+        return node.number - node.parent.number if node.parent.number and not is_forgotten else 0
 
     # ------------------------------------------------------------ reading
 

@@ -135,7 +135,7 @@ class Generation:
         """Serves one connection: whichever is ready first, a frame, a draft, a frame sent, or the time to send."""
         if self._stream.reconnects:  # a change of pace may have been lost with the stream
             self._pace = self._stream.request.pace
-            await self._send_pace(self._engine.decision.pace)
+            await self._send_pace(self._engine.pace(self._clock()))
         try:
             while True:
                 for event in self._changes():
@@ -261,8 +261,9 @@ class Generation:
         if self._sending is not None:
             return None
         now = self._clock()
-        if self._engine.decision.pace is not self._pace or self._owes_ack():
-            self._sending = asyncio.ensure_future(self._send_pace(self._engine.decision.pace))
+        pace = self._engine.pace(now)
+        if pace is not self._pace or self._owes_ack():
+            self._sending = asyncio.ensure_future(self._send_pace(pace))
             return None
         due = self._engine.send_at(now)
         if due is None:

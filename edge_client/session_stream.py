@@ -25,7 +25,7 @@ from shared.randomness import ids_digest
 from shared.types import Close, DownFrame, Fault, Finished, Open, Opened, Resume, UpFrame
 
 FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 2.0
+MAX_BACKOFF_S = 1.0
 GOODBYE_S = 1.0
 RECONNECT_FOR_S = 60.0
 """Bridges a verifier that restarts and loads its model again."""

@@ -133,7 +133,7 @@ class GrpcTransport:
                 ("grpc.enable_retries", 0),
                 ("grpc.initial_reconnect_backoff_ms", 100),
                 ("grpc.min_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 2000),
+                ("grpc.max_reconnect_backoff_ms", 1000),
             ],
         )
         self._stub = verifier_pb2_grpc.VerifierStub(self._channel)

@@ -241,7 +241,7 @@ class Interleaving:
         for _ in range(2 * self.setting.max_new_tokens + len(self.up) + len(self.verifier.down)):
             if self.is_finished:
                 break
-            for event in (*[self._draft] * 6, self._hint, self._deliver_up, self._step, self._deliver_down):
+            for event in (*[self._draft] * 3, self._hint, self._deliver_up, self._step, self._deliver_down):
                 event()
             if self.engine.unacknowledged >= max(1, self.setting.run_ahead // 2):
                 self._ack()
