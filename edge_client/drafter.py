@@ -25,7 +25,7 @@ from shared.types import Epoch, Rule
 Row = npt.NDArray[np.float32]
 FEED_CHUNK = 32
 """Ids fed between two looks at whether anybody still wants them."""
-NEAR = 20.0
+NEAR = 9.0
 """An alternative this far below the best score is none."""
 
 
