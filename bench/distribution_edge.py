@@ -100,7 +100,7 @@ class EdgeDevice(Device):
         if not self.is_connected:
             return
         engine = self.engine
-        if engine.decision.pace is not self._pace or engine.unacknowledged >= max(1, self.setting.run_ahead // 2):
+        if engine.pace(self._now_s) is not self._pace or engine.unacknowledged >= max(1, self.setting.run_ahead // 2):
             self._say_pace()
         while (due := engine.send_at(self._now_s)) is not None:
             if due > self._now_s:
@@ -117,7 +117,7 @@ class EdgeDevice(Device):
             self.life.post(max(0.0, due_ms - self.life.world.now_ms) + 1e-6, self._turn)
 
     def _say_pace(self) -> None:
-        self._pace = self.engine.decision.pace
+        self._pace = self.engine.pace(self._now_s)
         self.engine.acknowledged()
         pace = Pace(self.life.request.epoch, self._pace, self.setting.run_ahead, self.engine.length)
         self.life.up(codec.encode_up(pace).SerializeToString())

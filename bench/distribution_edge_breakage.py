@@ -1,4 +1,4 @@
-"""Ways to break the rejection rule that a device which drafts ahead makes possible: engines that look at what was drawn.
+"""Ways to break the rejection rule that drafting ahead makes possible: engines that look at what was drawn.
 
 None of this is reachable from the product. Called by `distribution_edge_cases`, which says what each must lead to.
 """
@@ -13,7 +13,6 @@ from edge_client.edge_engine import EdgeEngine
 from shared.rejection import ROW_TOTAL
 
 UNLIKELY, UNSURE = 0.3, 0.45
-HOLDS_S = 0.03
 
 
 def _told(node: DraftNode) -> float:
@@ -23,13 +22,13 @@ def _told(node: DraftNode) -> float:
 
 
 class ToldTree(DraftTree):
-    """A chain's chances follow the drafter's probability of the ids drawn, as a tree's do."""
+    """A node of a chain is worth what the draft's probability of the id drawn says."""
 
     def add(self, below: DraftNode, proposed: HintTree, source: str) -> None:
         """See DraftTree."""
-        self._is_chain = False
         super().add(below, proposed, source)
-        self._is_chain = True
+        for child in below.children.values():
+            child.chance = _told(child)
 
 
 class OnlyLikely(EdgeEngine):

@@ -39,6 +39,8 @@ class Link:
     """When the stream is cut, once; what is under way is lost. It is back 15 ms later."""
     up_bytes_per_ms: float | None = None
     """A slow uplink: a frame takes as long as its bytes, those behind it wait. None: bytes take no time."""
+    padded_node_bytes: int = 0
+    """As if each hint frame were padded to so many bytes an id; 0: frames are as long as they are."""
     verifier_dies: bool = False
     """The cut takes the session with it: the device reopens with `continued`."""
 

@@ -19,7 +19,7 @@ from bench.toy_pair import ENDED, ToyDraft, ToyPair, ToyTarget
 from cloud_verifier.judge import Judge
 from cloud_verifier.scheduler import Scheduler, StepBudget, StepPlan
 from cloud_verifier.sessions import Session
-from cloud_verifier.target_model import RowInput
+from cloud_verifier.target_model import RowInput, Timing
 from cloud_verifier.worker import Worker
 from edge_client.edge_engine import Experience
 from shared import codec
@@ -41,6 +41,10 @@ class TimedTarget(ToyTarget):
         """See TargetModel."""
         self.forward_ms = self.step_ms
         return super().forward(rows)
+
+    def timing(self) -> Timing:
+        """See TargetModel. Of a prefill no other time is known: a free one would make hints look dear."""
+        return Timing(forward_s=self.forward_ms / 1000)
 
 
 class World:
@@ -152,11 +156,15 @@ class Life:
         leaves = self.world.now_ms
         for _ in range(copies):
             if link.up_bytes_per_ms is not None:
-                leaves = self._up_free_ms = max(leaves, self._up_free_ms) + len(message) / link.up_bytes_per_ms
+                leaves = self._up_free_ms = max(leaves, self._up_free_ms) + self._size(message) / link.up_bytes_per_ms
             arrives = leaves + self._between(link.up_ms)
             if not link.overtakes:
                 arrives = self._arrived_up = max(arrives, self._arrived_up)
             self.post(arrives - self.world.now_ms, partial(self._arrive, self._stream, message))
+
+    def _size(self, message: bytes) -> int:
+        padded, frame = self.setting.link.padded_node_bytes, self._decoded(message)
+        return padded * len(frame.ids) if padded and isinstance(frame, Hint) else len(message)
 
     def _decoded(self, message: bytes) -> UpFrame:
         return codec.decode_up(pb.Up.FromString(message), self.world.rim)

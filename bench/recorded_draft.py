@@ -7,6 +7,7 @@ first cell. Answers are kept in the user's cache folder between runs.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ class AnswerStore:
             ids[index, : len(row)], confidence[index, : len(row)] = row, values
         keys = np.array([np.frombuffer(key, dtype=np.uint8) for key in self._answers])
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_suffix(".part.npz")
+        part = self._file.with_suffix(f".{os.getpid()}.npz")
         np.savez(part, keys=keys, ids=ids, confidence=confidence)
         part.replace(self._file)
         self._is_changed = False

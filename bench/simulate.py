@@ -22,8 +22,9 @@ import numpy as np
 from bench.exactness import RULES
 from bench.pairs import PAIRS, Pair, pair
 from bench.recorded_draft import AnswerStore, RecordedDrafter
+from bench.recorded_target import Times
 from bench.traces import FOLDER, Trace, load
-from bench.virtual import Outcome, Times, World
+from bench.virtual import Outcome, World
 from edge_client.controller import EngineSettings
 from edge_client.drafter import Budget, DraftTask, ModelDrafter
 from edge_client.edge_engine import Experience

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from bench.recorded_target import Times
 from bench.traces import Trace
-from bench.virtual import Outcome, Times, World
+from bench.virtual import Outcome, World
 from edge_client.controller import EngineSettings
 from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
 from edge_client.edge_engine import DraftJob

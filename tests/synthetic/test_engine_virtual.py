@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bench.recorded_target import Times
 from bench.traces import Trace
-from bench.virtual import Times, World
+from bench.virtual import World
 from edge_client.controller import EngineSettings
 from edge_client.drafter import DraftTask, HintTree, ModelDrafter
 from edge_client.edge_engine import EdgeEngine
