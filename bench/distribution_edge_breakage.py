@@ -46,6 +46,14 @@ class OnlyLikely(EdgeEngine):
         return kept
 
 
+class WholeFrames(EdgeEngine):
+    """Sends all that is due in one frame, which is as long as its rows."""
+
+    @property
+    def _most_nodes(self) -> int:
+        return self.limits.max_frame_nodes
+
+
 class UnlikelySooner(EdgeEngine):
     """Sends at once when an unlikely id was drawn; else at the last moment."""
 

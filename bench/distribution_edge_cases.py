@@ -78,7 +78,8 @@ EDGE_REJECTION = (
     Case("own device, a race, a stop id", replace(RACE, stop_ids=(STOP,))),
     Case("own device, a race, cut and resumed", replace(RACE, link=CUTS)),
     Case(
-        "own device, a race on an uplink of padded frames", replace(UPHILL, link=replace(UPLINK, padded_node_bytes=24))
+        "own device, a race on an uplink of padded frames",
+        replace(UPHILL, link=replace(UPLINK, padded_node_bytes=24), engine=breakage.WholeFrames),
     ),
     Case("own device, a race on an uplink of frames of one id", replace(UPHILL, limits=ONE_EACH)),
     Case("own device, cut and resumed, drafts on offline", replace(BASE, link=CUTS, is_local=True)),
@@ -139,9 +140,8 @@ EDGE_BROKEN = (
     ),
     _broken(
         "own device, frames as long as their rows, on a slow uplink",
-        UPHILL,
-        "this is the product as it is: the row behind a token follows from it, and a frame that holds it is longer or "
-        "shorter, so it comes later or sooner",
+        replace(UPHILL, engine=breakage.WholeFrames),
+        "the row behind a token follows from it, and a frame that holds both is longer or shorter: it comes later or sooner",
         2.5,
     ),
 )

@@ -190,6 +190,14 @@ class EdgeEngine:
         assert job is self._job
         self._job = None
 
+    def model_failed(self, job: DraftJob, why: str, now: float) -> None:
+        """The model cannot go on. Under the rejection rule what was drawn before is sent all the same: a failure may
+        follow from the id drawn."""
+        self.failed(job)
+        self._has_model = False
+        if not self._is_chain:
+            self.stop_drafting(why, now)
+
     def _learn_late(self, job: DraftJob, proposed: HintTree, source: str) -> None:
         """The text has passed the node meanwhile: what came there is known, so the calibration still learns."""
         stop = job.length + len(job.budget.path)
@@ -393,8 +401,14 @@ class EdgeEngine:
             while above is not None and above.parent is not None and not above.number and id(above) not in wanted:
                 wanted[id(above)] = above
                 above = above.parent
-        room = min(self.limits.max_frame_nodes, self.limits.max_held_nodes - held)
+        room = min(self._most_nodes, self.limits.max_held_nodes - held)
         return [node for node in order if id(node) in wanted][: max(0, room)]
+
+    @property
+    def _most_nodes(self) -> int:
+        """Ids in one frame. Under the rejection rule one: the row behind an id follows from it, and a frame that held
+        both would be longer or shorter, and so come later or sooner, by what was drawn."""
+        return 1 if self._is_chain else self.limits.max_frame_nodes
 
     def _is_worth_sending(self, node: DraftNode) -> bool:
         assert node.parent is not None

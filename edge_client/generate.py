@@ -241,8 +241,8 @@ class Generation:
         if finished is None:
             return
         if finished.error is not None:
-            self._engine.failed(finished.job)
-            self._stop_drafting(f"drafting failed: {finished.error}")
+            log.warning("no drafts any more in this text: %s", finished.error)
+            self._engine.model_failed(finished.job, f"drafting failed: {finished.error}", self._clock())
             return
         assert self._drafter is not None
         path_length, nodes = len(finished.job.budget.path), len(finished.tree.ids)

@@ -1,25 +1,30 @@
 """The distribution bench in short: honest cases match, broken ones are caught. Seeded, so it passes or fails for ever.
 
-False-alarm rate: 1e-6 an honest case. `python -m bench distribution --draws 20000` is the long version.
+False-alarm rate: 1e-6 an honest case, and 6e-7 for its acceptance (5 sigmas, both sides).
+`python -m bench distribution --draws 20000` is the long version.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from bench import distribution, statistics
 from bench.distribution_broken import BROKEN, NO_EFFECT
+from bench.distribution_edge_cases import EDGE_BROKEN, EDGE_HONEST, EDGE_REJECTION
 from bench.distribution_honest import HONEST, Case
-from bench.distribution_setting import TEXT_IDS, Setting
+from bench.distribution_setting import TEXT_IDS, Outcome, Setting
 from bench.toy_pair import ENDED, PLAIN_IDS, SPREAD_IDS, ToyPair, next_shares, text_shares
 from shared.sampling import SamplingParams
 from tests import statistics as yardstick
 
 HONEST_DRAWS, BROKEN_DRAWS, SEED = 80, 350, 5
+EDGE_DRAWS, EDGE_BROKEN_DRAWS = 8, 130
 STRONGEST = (
     "soft rows though the draft was greedy (C06)",
     "rows of another temperature (C07)",
@@ -28,6 +33,10 @@ STRONGEST = (
     "a position judged again with a second draw",
     "one device secret for many sessions of one context",
     "noise that forgets its position",
+)
+STRONGEST_OF_THE_EDGE = (
+    "own device sends only likely ids",
+    "own device flushes once an unlikely id was drawn",
 )
 
 
@@ -49,8 +58,32 @@ def test_a_broken_rule_is_caught(case: Case) -> None:
     assert result.p_value < distribution.FALSE_ALARM
 
 
+@pytest.mark.parametrize("case", EDGE_HONEST, ids=named)
+def test_the_products_own_device_gives_the_targets_distribution(case: Case) -> None:
+    result = distribution.measure(case, EDGE_DRAWS, SEED)
+    assert result.is_as_expected, result
+    assert result.p_value >= distribution.FALSE_ALARM
+
+
+@pytest.mark.parametrize("case", [case for case in EDGE_BROKEN if case.name in STRONGEST_OF_THE_EDGE], ids=named)
+def test_an_engine_that_looks_at_what_was_drawn_is_caught(case: Case) -> None:
+    result = distribution.measure(case, EDGE_BROKEN_DRAWS, SEED)
+    assert result.verdict == "caught", result
+    assert result.p_value < distribution.FALSE_ALARM
+
+
+def test_the_products_own_device_drafts_ahead_rests_probes_and_says_again_in_these_cases() -> None:
+    did: Counter[str] = Counter()
+    for case in EDGE_REJECTION:
+        did.update(distribution.measure(replace(case, share=1.0), 3, SEED).did)
+    for what in ("hints", "drafts", "late", "rests", "probes", "rebases", "cuts", "drafted offline", "said again"):
+        assert did[what] > 0, (what, did)
+    assert did["nodes"] > did["hints"]
+
+
 def test_the_strongest_breakages_are_all_there_and_names_are_unique() -> None:
     assert set(STRONGEST) <= {case.name for case in BROKEN}
+    assert set(STRONGEST_OF_THE_EDGE) <= {case.name for case in EDGE_BROKEN}
     assert len({named(case) for case in distribution.CASES}) == len(distribution.CASES)
 
 
@@ -100,6 +133,32 @@ def test_texts_drawn_from_the_truth_match_it_and_slightly_wrong_ones_do_not() ->
 def test_the_benchs_chi_square_equals_that_of_the_tests(degrees: int, ratio: float) -> None:
     theirs = yardstick.chi_square_tail(degrees * ratio, degrees)
     assert statistics.chi_square_tail(degrees * ratio, degrees) == pytest.approx(theirs, rel=1e-9, abs=1e-300)
+
+
+def test_later_ids_drawn_from_the_truth_match_it_and_slightly_wrong_ones_do_not() -> None:
+    setting, rng = Setting(new_ids=24), np.random.default_rng(3)
+    for sharpness, is_right in ((1.0, True), (0.5, False)):
+        outcomes = []
+        for _ in range(100):
+            ids = list(setting.pair.context)
+            while len(ids) < len(setting.pair.context) + setting.new_ids:
+                shares = next_shares(setting.pair, setting.sampling, ids, setting.pair.target_rows())
+                chances = np.array(list(shares.values())) ** sharpness
+                ids.append(int(rng.choice(list(shares), p=chances / chances.sum())))
+            outcomes.append(Outcome(tuple(ids[2 : 2 + TEXT_IDS]), (), tuple(ids)))
+        for ps in (distribution.later_ps(outcomes, setting), distribution.leaning_ps(outcomes, setting)):
+            assert (min(ps) > 1e-3) is is_right
+            assert (min(ps) < distribution.FALSE_ALARM) is not is_right
+
+
+def test_several_tables_add_up_to_one_p_value_that_is_spread_evenly() -> None:
+    rng, chances = np.random.default_rng(4), {0: 0.1, 1: 0.2, 2: 0.7}
+    ps = []
+    for _ in range(400):
+        tables = {at: dict(enumerate(rng.multinomial(100, list(chances.values())).tolist())) for at in range(20)}
+        ps.append(statistics.tables_p(tables, dict.fromkeys(tables, chances)))
+    assert yardstick.uniform_p(np.array(ps)) > 1e-3
+    assert statistics.tables_p({0: {0: 1}, 1: {3: 1}}, {0: chances, 1: chances}) == 0
 
 
 def test_a_count_where_nothing_can_be_has_no_chance_and_rare_cells_are_merged() -> None:
