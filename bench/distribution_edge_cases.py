@@ -141,7 +141,7 @@ EDGE_BROKEN = (
     _broken(
         "own device, frames as long as their rows, on a slow uplink",
         replace(UPHILL, engine=breakage.WholeFrames),
-        "the row behind a token follows from it, and a frame that holds both is longer or shorter: it comes later or sooner",
+        "the row behind a token follows from it, and a frame of both is longer or shorter: it comes later or sooner",
         2.5,
     ),
 )

@@ -155,7 +155,7 @@ class Bench:
             transport = self._transport(proxy.address)
             async with self._client(proxy.address, transport) as client:
                 device = Device(transport, client.card, self._drafter, self._executor)
-                variants = variants_of(device, client, settings.lengths)
+                variants = wanted(variants_of(device, client, settings.lengths), settings.only)
                 texts: dict[str, list[Outcome]] = {name: [] for name in variants}
                 tcp = dict.fromkeys(variants, (0, 0))
                 await self._warm(variants, replace(self._jobs[0], tokens=8))
@@ -199,6 +199,16 @@ def variants_of(device: Device, client: SpeculativeClient, lengths: Sequence[int
             f"{DRAFTWIRE_PREFIX}{pace.value}": draftwire(pace)
             for pace in (PaceKind.RUN_ON, PaceKind.WAIT, PaceKind.AUTO)
         },
+    }
+
+
+def wanted(variants: dict[str, Variant], only: Sequence[str]) -> dict[str, Variant]:
+    """Those whose name holds one of the words, and what all are compared with."""
+    always = (STREAMING, DRAFT_ONLY)
+    return {
+        name: variant
+        for name, variant in variants.items()
+        if not only or name in always or any(word in name for word in only)
     }
 
 

@@ -35,6 +35,8 @@ class Settings:
     jitter_ms: float
     given: dict[str, Any]
     """Draftwire's own settings, where not the client's defaults."""
+    only: tuple[str, ...] = ()
+    """Words of which a variant's name must hold one; empty: all. Streaming and the draft alone always run."""
 
     @property
     def drafts(self) -> str:
@@ -50,6 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--prompts", type=int, metavar="N", help=f"prompts (default: {NORMAL['prompts']})")
     add("--tokens", type=int, metavar="N", help=f"tokens per text (default: {NORMAL['tokens']})")
     add("--lengths", metavar="N,N", help=f"of propose-and-wait (default: {NORMAL['lengths']})")
+    add("--only", default="", metavar="TEXT,..", help="only variants whose name holds one of these, and streaming")
     add("--repeats", type=int, default=1, metavar="N", help="repeats of each text (default: 1)")
     add("--rule", default="greedy", choices=sorted(RULES), help="default: greedy")
     add("--degrade", type=float, default=0.0, metavar="P", help="spoil the draft: right at about P of positions")
@@ -78,6 +81,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         is_random=args.drafter == "random",
         jitter_ms=args.jitter_ms,
         given=_given(args),
+        only=tuple(filter(None, args.only.split(","))),
     )
     _check(settings)
     return settings
