@@ -16,8 +16,8 @@ from edge_client.controller import Controller, Decision, EngineSettings
 from edge_client.counters import Counters
 from edge_client.draft_tree import DraftNode, DraftTree, Standing
 from edge_client.drafter import Budget, Drafter, HintTree
+from edge_client.hint_packer import HintPacker
 from edge_client.link_clock import LinkClock
-from shared.randomness import short_digest
 from shared.types import Commit, Hint, Limits, Open, Opened, PaceKind, Rule
 
 LEAST_CHANCE = 0.03
@@ -30,7 +30,6 @@ REBASE_EVERY_S = 1.0
 """A verifier that has no room is not flooded: all is sent again so often at most."""
 PING_EVERY_S = 1.0
 """While resting the round trip is measured so often, by a hint of one id."""
-FEW_REMEMBERED = 256
 LOCAL_IDS = 512
 """How far the draft writes alone at most."""
 
@@ -86,7 +85,7 @@ class EdgeEngine:
         self._length = len(request.ids)
         self._tree = DraftTree(request.ids[-1], self._length, self.experience.calibration, self._is_chain)
         self._job: DraftJob | None = None
-        self._next_node, self._acked, self._needs_digest = 1, self._length, True
+        self._packer = HintPacker(request.epoch, self._is_chain, self._length)
         self._rebased_at = self._resend_at = self._pinged_at = -math.inf
         self._is_online, self._is_local = False, False
         self._held_position = -1
@@ -101,7 +100,7 @@ class EdgeEngine:
         """A stream is open: nothing that was sent on another one counts."""
         self.limits = opened.limits
         self._ids = ids
-        self._next_node, self._needs_digest, self._acked = opened.next_node, True, len(ids)
+        self._packer.begin(opened.next_node, len(ids))
         self._tree.forget_numbers()
         self._is_online, self._is_local = True, False
         self.clock.note_opened(took_s)
@@ -420,41 +419,13 @@ class EdgeEngine:
         nodes = self._to_send(now)
         if not nodes:
             return None
-        first = self._next_node
-        for number, node in enumerate(nodes, start=first):
-            node.number = number
-        self._next_node += len(nodes)
-        parents = tuple(self._delta(node) for node in nodes)
-        is_line = set(parents[1:]) <= {1}
-        base_node = first - parents[0] if is_line and parents[0] else 0
-        is_at_base = not base_node and 0 in parents
-        ack, digest = self._length, short_digest(list(self._ids)) if self._needs_digest and is_at_base else None
-        hint = Hint(
-            epoch=self._request.epoch,
-            first_node=first,
-            ids=tuple(node.token for node in nodes),
-            ack=ack if ack > self._acked else 0,
-            base_node=base_node,
-            base_position=self._length if is_at_base else 0,
-            base_digest=digest,
-            parents=() if is_line else parents,
-            confidence=() if self._is_chain else tuple(node.chance for node in nodes),
-            rows=tuple(node.row for node in nodes if node.row is not None),
-        )
-        self._needs_digest = self._needs_digest and digest is None
-        self._acked = max(self._acked, ack)
+        hint = self._packer.pack(nodes, self._ids[: self._length], self.limits)
         if not self.decision.is_drafting:
             self._pinged_at = now
-        self.clock.note_sent(self._next_node - 1, now)
+        self.clock.note_sent(self._packer.last_node, now)
         self.counters.hints += 1
         self.counters.hint_nodes += len(nodes)
         return hint
-
-    def _delta(self, node: DraftNode) -> int:
-        """Backward to the parent's number; 0: it stands at the base, behind the committed ids."""
-        assert node.parent is not None
-        is_forgotten = node.parent is self._tree.root and self.limits.remembered_nodes < FEW_REMEMBERED
-        return node.number - node.parent.number if node.parent.number and not is_forgotten else 0
 
     # ------------------------------------------------------------ reading
 
@@ -466,11 +437,11 @@ class EdgeEngine:
     @property
     def unacknowledged(self) -> int:
         """Committed ids that no frame has acknowledged yet."""
-        return self._length - self._acked
+        return self._length - self._packer.acked
 
     def acknowledged(self) -> None:
         """Another frame carried the committed length."""
-        self._acked = self._length
+        self._packer.acked = self._length
 
     def preview(self) -> tuple[int, ...]:
         """Where the text probably goes, as far as drafted."""
