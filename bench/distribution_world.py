@@ -21,7 +21,7 @@ from cloud_verifier.scheduler import Scheduler, StepBudget, StepPlan
 from cloud_verifier.sessions import Session
 from cloud_verifier.target_model import RowInput, Timing
 from cloud_verifier.worker import Worker
-from edge_client.edge_engine import Experience
+from edge_client.controller import Experience
 from shared import codec
 from shared.errors import DraftwireError
 from shared.hint_trie import HintTrie
@@ -52,7 +52,7 @@ class World:
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self.setting, self.now_ms = setting, 0.0
-        self.experience = Experience.fresh()
+        self.experience = Experience()
         self.tally: Counter[str] = Counter()
         """What the product's device did, over all sessions."""
         self.valid_ids = setting.pair.valid_ids

@@ -25,9 +25,8 @@ from bench.recorded_draft import AnswerStore, RecordedDrafter
 from bench.recorded_target import Times
 from bench.traces import FOLDER, Trace, load
 from bench.virtual import Outcome, World
-from edge_client.controller import EngineSettings
+from edge_client.controller import EngineSettings, Experience
 from edge_client.drafter import Budget, DraftTask, ModelDrafter
-from edge_client.edge_engine import Experience
 from edge_client.retrieval import RetrievalDrafter
 from edge_client.tokenizer import TextTokenizer
 from shared.errors import ConfigError
@@ -158,7 +157,7 @@ def _cell(args: argparse.Namespace, times: Times, texts: list[Text], pace: PaceK
     settings = EngineSettings(args.depth, args.width, args.reach, args.send_reach, pace)
     drafters = args.drafters.split(",")
     ours: list[Outcome] = []
-    experience = Experience.fresh()
+    experience = Experience()
     for text in texts:
         world = World(
             text.trace,

@@ -28,9 +28,9 @@ from cloud_verifier.scheduler import Scheduler
 from cloud_verifier.sessions import Session
 from cloud_verifier.step import StepRunner
 from cloud_verifier.step_cost import StepCost
-from edge_client.controller import EngineSettings
+from edge_client.controller import EngineSettings, Experience
 from edge_client.drafter import Drafter, HintTree
-from edge_client.edge_engine import DraftJob, EdgeEngine, Experience
+from edge_client.edge_engine import DraftJob, EdgeEngine
 from edge_client.generate import draft_task
 from shared.codec import encode_down, encode_up
 from shared.sampling import GREEDY, SamplingParams

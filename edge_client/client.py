@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from edge_client.chat_template import ChatTemplate
-from edge_client.controller import EngineSettings
+from edge_client.controller import EngineSettings, Experience
 from edge_client.drafter import Drafter, ModelDrafter
-from edge_client.edge_engine import EdgeEngine, Experience
+from edge_client.edge_engine import EdgeEngine
 from edge_client.events import Committed, Done, Event, OfflinePolicy, Piece, Result
 from edge_client.generate import Generation, Manner, draft_task
 from edge_client.retrieval import RetrievalDrafter
@@ -130,7 +130,7 @@ class SpeculativeClient:
         self._idle = [] if drafter is None else [drafter]
         self.user_text = UserText(self.config.user_text_tokens) if self.config.user_text_tokens else None
         """The user's own accepted text, on this device only; `remember` adds to it, `forget` clears it."""
-        self.experience = Experience.fresh()
+        self.experience = Experience()
         """What was learnt of this pair of models: it outlives a text."""
 
     async def __aenter__(self) -> Self:
@@ -227,7 +227,8 @@ class SpeculativeClient:
     def remember(self, text: str | Sequence[int]) -> None:
         """Text that the user has accepted: look-up drafts from it from now on. It never leaves the device."""
         if self.user_text is not None:
-            self.user_text.add(self.tokenizer.encode(text) if isinstance(text, str) else text)
+            ids = self.tokenizer.encode(text) if isinstance(text, str) else self._known_ids(text, "text")
+            self.user_text.add(ids)
 
     def forget(self) -> None:
         """Clears all text that was remembered."""
@@ -309,6 +310,7 @@ class SpeculativeClient:
                     has_model=drafter is not None,
                     retrieval=retrieval,
                     experience=self.experience,
+                    context_size=self.card.context_size,
                 ),
                 drafter,
                 text,

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from edge_client.calibration import Recent
+from edge_client.calibration import Calibration, Recent
 from edge_client.link_clock import LinkClock
 from shared.types import PaceKind
 
-FIRST_ACCEPTANCE = 0.7
+FIRST_ACCEPTANCE, FIRST_FREE_ACCEPTANCE, FIRST_OTHERS = 0.7, 0.3, 0.4
+FREE_SHARE = 0.1
+"""What one id of look-up is taken to cost, as a share of a step."""
+RARE = 0.05
 WORTH_IT, NOT_WORTH_IT = 1.04, 1.005
 """Drafting begins again when the expected gain is above the first, and ends when it is below the second."""
 LOSS = 0.97
@@ -42,13 +45,31 @@ class EngineSettings:
     pace: PaceKind = PaceKind.RUN_ON
 
 
+@dataclass
+class Experience:
+    """What was learnt of a pair of models; it outlives a text."""
+
+    calibration: Calibration = field(default_factory=Calibration)
+    acceptance: Recent = field(default_factory=lambda: Recent(FIRST_ACCEPTANCE))
+    """How often the likeliest id was right where the model had drafted."""
+    free_acceptance: Recent = field(default_factory=lambda: Recent(FIRST_FREE_ACCEPTANCE))
+    """How often look-up had the right id; having none counts as wrong."""
+    others: Recent = field(default_factory=lambda: Recent(FIRST_OTHERS))
+    """How often, where the likeliest was wrong, another drafted id was right."""
+    backoff_s: float = FIRST_BACKOFF_S
+    """How long drafting rests after it was measured to cost more than it brought."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """How to go on, and why."""
 
     is_drafting: bool
+    """Hints leave."""
+    uses_model: bool
+    """Draft steps are run; False: look-up alone, or nothing."""
     is_probe: bool
-    """Not drafting, but one id may be drafted now to see how often drafts are right."""
+    """The model rests, but one id may be drafted now to see how often it is right."""
     depth: int
     width: int
     pace: PaceKind
@@ -68,27 +89,38 @@ class _Seen:
 
 
 class Controller:
-    """One text's choices. Acceptance is carried over from text to text by the caller."""
+    """One text's choices."""
 
-    def __init__(self, settings: EngineSettings, acceptance: Recent | None = None) -> None:
-        self.settings = settings
-        self.acceptance = acceptance or Recent(FIRST_ACCEPTANCE)
+    def __init__(self, settings: EngineSettings, experience: Experience | None = None, has_free: bool = False) -> None:
+        """`has_free`: there is a drafter that costs next to no time."""
+        self.settings, self._has_free = settings, has_free
+        self.experience = experience or Experience()
         self._seen: deque[_Seen] = deque()
         self._plain_gaps: deque[float] = deque(maxlen=16)
         self._last: _Seen | None = None
         self._was_plain = False
         self._is_resting = False
-        self._rest_until = self._probed_at = -math.inf
-        self._backoff_s = FIRST_BACKOFF_S
+        self._rest_until = self._free_rest_until = self._probed_at = -math.inf
         self._reason = "begins"
-        self.rests = 0
+        self.rests = self.slow_rests = 0
         self.is_stopped = False
+
+    @property
+    def acceptance(self) -> Recent:
+        """See Experience."""
+        return self.experience.acceptance
 
     # ------------------------------------------------------------ what happened
 
-    def note_judged(self, was_right: bool) -> None:
-        """The target chose an id where something had been drafted."""
-        self.acceptance.learn(was_right)
+    def note_judged(self, was_right: bool, was_another: bool = False) -> None:
+        """The target chose an id where the model had drafted. `was_another`: it was drafted, but not the likeliest."""
+        self.experience.acceptance.learn(was_right)
+        if not was_right:
+            self.experience.others.learn(was_another)
+
+    def note_free(self, was_right: bool) -> None:
+        """The target chose an id; look-up had it or not."""
+        self.experience.free_acceptance.learn(was_right)
 
     def note_commit(self, now: float, ids: int, is_plain: bool) -> None:
         """A commit of so many ids. `is_plain`: its step had no hints."""
@@ -96,7 +128,7 @@ class Controller:
             gap = now - self._last.at
             if is_plain and self._was_plain and ids == self._last.ids == 1:
                 self._plain_gaps.append(gap)
-            if not self._is_resting:
+            if not self._is_resting or (self._has_free and now >= self._free_rest_until):
                 self._seen.append(_Seen(gap, ids))
         self._last, self._was_plain = _Seen(now, ids), is_plain
         while len(self._seen) > WINDOW_COMMITS and sum(seen.at for seen in self._seen) > WINDOW_S:
@@ -119,31 +151,51 @@ class Controller:
 
     # ------------------------------------------------------------ choosing
 
-    def decide(self, now: float, clock: LinkClock, has_free_hints: bool = False) -> Decision:
-        """What to do now. `has_free_hints`: some drafter costs no time to speak of."""
-        gain = self.expected_gain(clock, has_free_hints)
+    def decide(self, now: float, clock: LinkClock, has_model: bool = True) -> Decision:
+        """What to do now."""
+        gain = self.expected_gain(clock) if has_model else 1.0
+        free = self.expected_gain(clock, is_free=True) if self._has_free else 1.0
         if self.settings.depth <= 0:
-            return self._decision(now, clock, gain, "none are wanted")
-        if self._is_resting:
+            return self._decision(now, clock, gain, False, "none are wanted")
+        if self.is_stopped:
+            return self._decision(now, clock, gain, False, self._reason)
+        if not has_model:
+            self._is_resting, self._reason = True, "look-up alone"
+        elif self._is_resting:
             if now >= self._rest_until and gain > WORTH_IT:
                 self._is_resting, self._reason = False, f"expected gain {gain:.2f}"
                 self._seen.clear()
-        elif (why := self._why_rest(clock, gain)) is not None:
-            self._is_resting, self._reason = True, why
-            self._rest_until = now + self._backoff_s
-            self._backoff_s = min(MOST_BACKOFF_S, 2 * self._backoff_s)
-            self.rests += 1
-        elif self._is_full_window and self._rate() > 1.1 * self._streaming_rate(clock):
-            self._backoff_s = FIRST_BACKOFF_S
-        return self._decision(now, clock, gain, self._reason)
+        else:
+            self._maybe_rest(now, clock, gain)
+        has_free = self._is_resting and now >= self._free_rest_until and free > NOT_WORTH_IT
+        if has_free and self._is_losing(clock):
+            self._rest_from_loss(now)
+            has_free = False
+        return self._decision(now, clock, gain, has_free, self._reason)
 
-    def _why_rest(self, clock: LinkClock, gain: float) -> str | None:
-        if self.acceptance.count >= 4 and gain < NOT_WORTH_IT:
-            return f"expected gain {gain:.2f}"
+    def _maybe_rest(self, now: float, clock: LinkClock, gain: float) -> None:
+        is_slow = gain == 1.0
+        if gain < NOT_WORTH_IT and (is_slow or self.acceptance.count >= 4):
+            self._is_resting, self._reason = True, f"expected gain {gain:.2f}"
+            self._rest_until = now + FIRST_BACKOFF_S  # probes tell when it would pay again, and cost nobody anything
+            self.slow_rests += is_slow
+            self.rests += 1
+        elif self._is_losing(clock):
+            self._reason = f"{self._rate():.1f} ids/s with hints, {self._streaming_rate(clock):.1f} without"
+            self._is_resting = True
+            self.rests += 1
+            self._rest_from_loss(now)
+        elif self._is_full_window and self._rate() > 1.1 * self._streaming_rate(clock):
+            self.experience.backoff_s = FIRST_BACKOFF_S
+
+    def _rest_from_loss(self, now: float) -> None:
+        self._rest_until = self._free_rest_until = now + self.experience.backoff_s
+        self.experience.backoff_s = min(MOST_BACKOFF_S, 2 * self.experience.backoff_s)
+        self._seen.clear()
+
+    def _is_losing(self, clock: LinkClock) -> bool:
         streaming = self._streaming_rate(clock)
-        if self._is_full_window and streaming > 0 and self._rate() < LOSS * streaming:
-            return f"{self._rate():.1f} ids/s with hints, {streaming:.1f} without"
-        return None
+        return self._is_full_window and streaming > 0 and self._rate() < LOSS * streaming
 
     @property
     def _is_full_window(self) -> bool:
@@ -160,40 +212,52 @@ class Controller:
             return 1 / max(1e-9, sorted(self._plain_gaps)[len(self._plain_gaps) // 2])
         return 0.0
 
-    def expected_gain(self, clock: LinkClock, has_free_hints: bool = False) -> float:
+    def expected_gain(self, clock: LinkClock, is_free: bool = False) -> float:
         """Ids a second with hints over ids a second without, by the measured times and acceptance.
 
         A model of one cycle, from a correction to the next: the verifier runs alone while the round trip passes and the
         draft overtakes it, then takes what is drafted meanwhile in each step. It is told in docs/edge_engine.md.
         """
         step, draft, round_trip = clock.plain_step_s, clock.draft_s, clock.round_trip_s
-        if step is None or round_trip is None or (draft is None and not has_free_hints):
+        draft = FREE_SHARE * step if is_free and step is not None else draft
+        if step is None or round_trip is None or draft is None:
             return math.inf
-        draft = 0.1 * step if has_free_hints or draft is None else draft
         if draft >= step:
             return 1.0
-        share = min(0.98, self.acceptance.share)
+        share = min(0.98, (self.experience.free_acceptance if is_free else self.acceptance).share)
         alone = round_trip / (step - draft)
         run = min(share / (1 - share), float(self.settings.depth))
         usable = run * math.pow(share, alone)
         costs = 1.0 if clock.step_s is None else max(1.0, min(1.5, clock.step_s / step))
         return (alone + usable + 1) / (alone + costs * (usable * draft / step + 1))
 
-    def _decision(self, now: float, clock: LinkClock, gain: float, why: str) -> Decision:
-        is_drafting = not self._is_resting and self.settings.depth > 0
-        draft_s = clock.draft_s or 0.0
-        every_s = max(PROBE_EVERY_S, draft_s / PROBE_SHARE)
-        is_probe = self._is_resting and now - self._probed_at >= every_s
+    def _decision(self, now: float, clock: LinkClock, gain: float, has_free: bool, why: str) -> Decision:
+        is_on = not self._is_resting and not self.is_stopped and self.settings.depth > 0
+        is_drafting = is_on or has_free
+        every_s = max(PROBE_EVERY_S, (clock.draft_s or 0.0) / PROBE_SHARE)
+        is_probe = self._is_resting and not self.is_stopped and now - self._probed_at >= every_s
         pace = self.settings.pace if is_drafting else PaceKind.RUN_ON
         margin_s = LEAST_MARGIN_S + min(2 * clock.jitter_s, 0.25 * (clock.step_s or 0.0))
-        what = f"hints {'on' if is_drafting else 'off'} ({why}), pace {pace.value}"
+        what = "on" if is_on else "by look-up" if has_free else "off"
         text = (
-            f"{what}; gain {gain:.2f}, acceptance {self.acceptance.share:.2f}, round trip {_ms(clock.round_trip_s)}, "
+            f"hints {what} ({why}), pace {pace.value}; gain {gain:.2f}, acceptance {self.acceptance.share:.2f}, "
+            f"depth {self._depth()}, width {self._width()}, round trip {_ms(clock.round_trip_s)}, "
             f"step {_ms(clock.step_s)}, draft {_ms(clock.draft_s)}, margin {_ms(margin_s)}"
         )
         return Decision(
-            is_drafting, is_probe, self.settings.depth, self.settings.width, pace, margin_s, reason=why, why=text
+            is_drafting, is_on, is_probe, self._depth(), self._width(), pace, margin_s, reason=why, why=text
         )
+
+    def _depth(self) -> int:
+        """As far as the text would follow half as often as is asked for, were every id right as often as usual."""
+        if self.settings.reach <= 0:
+            return self.settings.depth
+        share = min(0.98, max(0.05, self.acceptance.share))
+        return min(self.settings.depth, 2 + math.ceil(math.log(self.settings.reach / 2) / math.log(share)))
+
+    def _width(self) -> int:
+        """As many alternatives as are allowed while they turn out right now and then; else one."""
+        return self.settings.width if self.experience.others.share >= RARE else min(2, self.settings.width)
 
 
 def _ms(seconds: float | None) -> str:

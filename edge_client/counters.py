@@ -21,6 +21,10 @@ class Counters:
     """Times that the verifier had no room for hints and all were sent again."""
     rests: int = 0
     """Times that drafting was given up for a while because it did not pay."""
+    slow_rests: int = 0
+    """Of those, because a draft step takes longer than a step of the verifier."""
+    is_context_full: bool = False
+    """True once the draft model could hold no more of the text."""
     judged_by_depth: tuple[int, ...] = ()
     """Commits that had a hint for their first, second, ... id."""
     right_by_depth: tuple[int, ...] = ()

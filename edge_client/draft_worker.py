@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from edge_client.drafter import Drafter, HintTree, LongDrafter
+from edge_client.drafter import Drafter, DraftTask, HintTree, LongDrafter
 from edge_client.edge_engine import DraftJob, EdgeEngine
 
 
@@ -33,6 +33,11 @@ class DraftWorker:
         self._drafter, self._executor, self._clock = drafter, executor, clock
         self.running: asyncio.Future[FinishedDraft | None] | None = None
         self.busy_s = 0.0
+        self._task: DraftTask | None = None
+
+    def begin(self, task: DraftTask) -> None:
+        """What is drafted from now on is for this; the drafter is told on its own thread."""
+        self._task = task
 
     def prepare(self, ids: Sequence[int]) -> None:
         """Begins to take in a prompt while the verifier is still being asked."""
@@ -59,6 +64,9 @@ class DraftWorker:
         """(worker thread)"""
         started = self._clock()
         try:
+            task, self._task = self._task, None
+            if task is not None:
+                drafter.begin(task)
             drafter.sync(prefix)
             tree = drafter.propose(job.budget)
         except Exception as error:
@@ -74,22 +82,25 @@ class DraftWorker:
             self.busy_s += finished.ended_at - finished.started_at
         return finished
 
+    def interrupt(self) -> None:
+        """A long prompt under way is given up soon; `ended` is to follow."""
+        if isinstance(self._drafter, LongDrafter):
+            self._drafter.interrupt()
+
     async def ended(self, engine: EdgeEngine) -> None:
         """Waits for a job under way, however often the caller is cancelled, and drops what came of it.
 
         A long prompt is not taken in to its end: what was taken in so far is kept.
         """
         cancelled: asyncio.CancelledError | None = None
-        interruptible = self._drafter if isinstance(self._drafter, LongDrafter) else None
-        if interruptible is not None:
-            interruptible.interrupt()
+        self.interrupt()
         while self.running is not None and not self.running.done():
             try:
                 await asyncio.wait({self.running})
             except asyncio.CancelledError as error:
                 cancelled = error
-        if interruptible is not None:
-            interruptible.resume()
+        if isinstance(self._drafter, LongDrafter):
+            self._drafter.resume()
         finished = self.take()
         if finished is not None:
             engine.failed(finished.job)

@@ -192,6 +192,7 @@ class ModelDrafter:
 
     def prepare(self, ids: Sequence[int]) -> None:
         """See LongDrafter."""
+        self._branches.clear()  # of another text
         self.sync(ids)
         self._hold(self._ids[: self.model.context_size])
 
@@ -302,6 +303,7 @@ class ModelDrafter:
             self._leave(common)
         while (rows := self._branches.find(prefix[:-1], len(self._fed))) is not None:
             self.model.append_rows(rows)
+            self._scores = None
             self._fed = prefix[: len(self._fed) + rows.shape[2]]
         if len(self._fed) == len(prefix):  # the cache holds it all, but the scores of its last id are gone
             self._rewind(len(prefix) - 1)

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edge_client.calibration import Calibration, Recent
-from edge_client.controller import Controller, Decision, EngineSettings
+from edge_client.controller import Controller, Decision, EngineSettings, Experience
 from edge_client.counters import Counters
 from edge_client.draft_tree import DraftNode, DraftTree, Standing
 from edge_client.drafter import Budget, Drafter, HintTree
@@ -28,8 +27,9 @@ REFEED_SHARE = 1 / 3
 """What one more id to take in costs, as a share of a draft step."""
 REBASE_EVERY_S = 1.0
 """A verifier that has no room is not flooded: all is sent again so often at most."""
-PING_EVERY_S = 1.0
-"""While resting the round trip is measured so often, by a hint of one id."""
+PING_EVERY_S = 0.3
+"""While no hints leave the round trip is measured so often, by a hint of one id."""
+BLIND_S = 0.3
 LOCAL_IDS = 512
 """How far the draft writes alone at most."""
 
@@ -47,19 +47,6 @@ class DraftJob:
     is_probe: bool
 
 
-@dataclass
-class Experience:
-    """What was learnt of a pair of models; outlives a text."""
-
-    calibration: Calibration
-    acceptance: Recent
-
-    @classmethod
-    def fresh(cls) -> Experience:
-        """Nothing learnt yet."""
-        return cls(Calibration(), Recent(0.7))
-
-
 class EdgeEngine:
     """One epoch's drafting. `ids` are the committed ids held, kept by the caller, who tells when they grow."""
 
@@ -71,22 +58,27 @@ class EdgeEngine:
         has_model: bool,
         retrieval: Drafter | None = None,
         experience: Experience | None = None,
+        context_size: int = 1 << 31,
     ) -> None:
-        """`has_model`: jobs are wanted for a drafter that takes time; `retrieval`: one that takes next to none."""
-        self.experience = experience or Experience.fresh()
+        """`has_model`: jobs are wanted for a drafter that takes time; `retrieval`: one that takes next to none.
+
+        `context_size`: ids that the target holds.
+        """
+        self.experience = experience or Experience()
+        self._end = min(request.generated_from + request.max_new_tokens, context_size)
         self._is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
         self.clock = LinkClock()
-        self.controller = Controller(settings, self.experience.acceptance)
         self.counters = Counters()
         self.limits = Limits()
         self._settings, self._request = settings, request
         self._has_model, self._retrieval = has_model, None if self._is_chain else retrieval
+        self.controller = Controller(settings, self.experience, self._retrieval is not None)
         self._ids: Sequence[int] = request.ids
         self._length = len(request.ids)
         self._tree = DraftTree(request.ids[-1], self._length, self.experience.calibration, self._is_chain)
         self._job: DraftJob | None = None
         self._packer = HintPacker(request.epoch, self._is_chain, self._length)
-        self._rebased_at = self._resend_at = self._pinged_at = -math.inf
+        self._rebased_at = self._resend_at = self._sent_at = self._asked_at = -math.inf
         self._is_online, self._is_local = False, False
         self._held_position = -1
         self._source = "model"
@@ -130,11 +122,10 @@ class EdgeEngine:
         self._ids = ids
         for depth, token in enumerate(ids[self._length :], start=1):
             was_sent = any(child.number for child in self._tree.root.children.values())
-            was_right = self._tree.advance(token)
+            self._judge(token)
+            self._tree.advance(token)
             if self._source in self._tree.root.heard:
                 self._held_position = self._tree.root.position
-            if was_right is not None:
-                self.controller.note_judged(was_right)
             if was_sent:
                 self._count_depth(depth, depth <= commit.accepted)
         self._length = len(ids)
@@ -145,10 +136,20 @@ class EdgeEngine:
             self._resend_at, self._rebased_at = self._rebased_at + REBASE_EVERY_S, now
             self.counters.rebases += 1
         self._sync_retrieval()
-        if not self._tree.root.heard:
-            self._retrieve(self._tree.root)
+        self._retrieve(self._tree.root)
+        self._retrieve(self._tree.best_node())
         self.decision = self._decide(now)
         return measured
+
+    def _judge(self, token: int) -> None:
+        """What follows the root is known: how often drafters are right is learnt."""
+        children = self._tree.root.children
+        best = max(children.values(), key=lambda child: child.chance, default=None)
+        if best is not None and self._source in self._tree.root.heard:
+            self.controller.note_judged(best.token == token, token in children)
+        if self._retrieval is not None:
+            name, found = self._retrieval.name, children.get(token)
+            self.controller.note_free(found is not None and found.votes.get(name, (1, 0.0))[0] == 0)
 
     def _was_sent_before(self, seen_node: int) -> bool:
         """True if the verifier had some node behind the committed ids, knowing nodes up to this number."""
@@ -171,6 +172,7 @@ class EdgeEngine:
         self.counters.draft_steps += 1
         if not proposed.ids and not job.budget.path and job.length == self._length:
             self._has_model = False
+            self.counters.is_context_full = True
             if self._retrieval is None:
                 self.controller.stop("the draft model's context is full")
         if job.is_probe:
@@ -201,10 +203,10 @@ class EdgeEngine:
         """The text has passed the node meanwhile: what came there is known, so the calibration still learns."""
         stop = job.length + len(job.budget.path)
         if stop < self._length and tuple(self._ids[job.length : stop]) == job.budget.path:
-            self._tree.add(job.node, proposed, source)
-            was_right = self._tree.learn(job.node, self._ids[stop])
-            if was_right is not None:
-                self.controller.note_judged(was_right)
+            passed = DraftNode(job.node.token, job.node.position)
+            self._tree.add(passed, proposed, source)
+            if (was_right := self._tree.learn(passed, self._ids[stop])) is not None:
+                self.controller.note_judged(was_right, self._ids[stop] in passed.children)
 
     # ------------------------------------------------------------ retrieval
 
@@ -238,22 +240,28 @@ class EdgeEngine:
         if not self._is_online:
             return self._next_local_job()
         decision = self.decision
-        if not decision.is_drafting:
+        if not decision.uses_model:
             decision = self.decision = self._decide(now)
-        if decision.is_drafting:
-            best = self._best_to_expand(now)
-            if best is not None:
-                self._job = self._job_of(best.node, is_probe=False)
-        elif decision.is_probe and not self._tree.root.heard and self._room(self._tree.root) > 0:
+        best = self._best_to_expand(now) if decision.uses_model else None
+        if best is not None:
+            self._job = self._job_of(best.node, is_probe=False)
+        elif self._is_expandable(self._tree.root) and (decision.is_probe or self._is_blind(now)):
             self._job = self._job_of(self._tree.root, is_probe=True)
+        if self._job is not None:
+            self._asked_at = now
         return self._job
+
+    def _is_blind(self, now: float) -> bool:
+        """Nothing seemed worth drafting for a while: what that was gone by may be wrong, or long past."""
+        return self.decision.uses_model and now >= self._asked_at + BLIND_S
 
     def _next_local_job(self) -> DraftJob | None:
         """While the draft writes alone: the end of the likeliest path."""
         tip = self._tree.best_node()
         ahead = tip.position - self._tree.root.position
-        if self._is_local and ahead < LOCAL_IDS and self._is_expandable(tip):
-            self._job = self._job_of(tip, is_probe=False)
+        if self._is_local and ahead < LOCAL_IDS and self._is_expandable(tip) and not self.controller.is_stopped:
+            budget = Budget(1, 1, tip.path())
+            self._job = DraftJob(tip, budget, self._length, self._unfed(tip), is_probe=False)
         return self._job
 
     def _job_of(self, node: DraftNode, is_probe: bool) -> DraftJob:
@@ -312,7 +320,7 @@ class EdgeEngine:
 
     def _room(self, node: DraftNode) -> int:
         """How many ids may still come behind a node."""
-        return self._request.generated_from + self._request.max_new_tokens - (node.position + 1)
+        return self._end - (node.position + 1)
 
     def _is_stop(self, node: DraftNode) -> bool:
         """Nothing follows a stop id; under the rejection rule a chain may not be cut by what was drawn."""
@@ -340,14 +348,14 @@ class EdgeEngine:
         """The pace to ask for. A verifier that waits for hints is not left standing while none are to be had."""
         if self.decision.pace is not PaceKind.WAIT or self._job is not None or self._is_verifier_at_work():
             return self.decision.pace
-        return PaceKind.WAIT if self._pending(now) else PaceKind.RUN_ON
+        return PaceKind.WAIT if self._to_send(now) else PaceKind.RUN_ON
 
     def _is_verifier_at_work(self) -> bool:
         return any(child.number for child in self._tree.root.children.values())
 
     def _is_enough(self, now: float) -> bool:
         """Under pace wait the first hint starts a step: more are drafted first while that brings more ids a second."""
-        best = self._best_to_expand(now)
+        best = self._best_to_expand(now) if self._has_model and self.decision.uses_model else None
         if self._job is None and best is None:
             return True
         draft, step, last = self.clock.draft_s, self.clock.step_s, self.clock.last_commit_at
@@ -367,12 +375,12 @@ class EdgeEngine:
         return reach
 
     def _to_send(self, now: float) -> list[DraftNode]:
-        """What a hint would hold now. While resting: one id now and then, to measure the link."""
+        """What a hint would hold now. While there is nothing: one id now and then, to measure the link."""
         if now < self._resend_at:
             return []
-        if self.decision.is_drafting:
-            return self._pending(now)
-        if now < self._pinged_at + PING_EVERY_S or self._settings.depth <= 0 or self.controller.is_stopped:
+        if self.decision.is_drafting and (pending := self._pending(now)):
+            return pending
+        if now < self._sent_at + PING_EVERY_S or self._settings.depth <= 0 or self.controller.is_stopped:
             return []
         best = max(self._tree.root.children.values(), key=lambda child: child.chance, default=None)
         return [best] if best is not None and not best.number else []
@@ -420,8 +428,7 @@ class EdgeEngine:
         if not nodes:
             return None
         hint = self._packer.pack(nodes, self._ids[: self._length], self.limits)
-        if not self.decision.is_drafting:
-            self._pinged_at = now
+        self._sent_at = now
         self.clock.note_sent(self._packer.last_node, now)
         self.counters.hints += 1
         self.counters.hint_nodes += len(nodes)
@@ -449,7 +456,7 @@ class EdgeEngine:
 
     def usage(self) -> Counters:
         """Counters so far."""
-        self.counters.rests = self.controller.rests
+        self.counters.rests, self.counters.slow_rests = self.controller.rests, self.controller.slow_rests
         self.counters.judged_by_depth = tuple(self._depth_judged)
         self.counters.right_by_depth = tuple(self._depth_right)
         return self.counters
@@ -459,6 +466,4 @@ class EdgeEngine:
         return self.decision.why
 
     def _decide(self, now: float) -> Decision:
-        return self.controller.decide(
-            now, self.clock, has_free_hints=self._retrieval is not None and not self._has_model
-        )
+        return self.controller.decide(now, self.clock, self._has_model)

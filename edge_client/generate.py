@@ -84,7 +84,7 @@ class Generation:
         self._has_begun = False
         self._stop: str | None = None
         self._steps = self._accepted = 0
-        self._started = self._first_token_at = self._asked_at = 0.0
+        self._started = self._first_token_at = 0.0
 
     @property
     def ids(self) -> list[int]:
@@ -105,7 +105,7 @@ class Generation:
 
     async def run(self) -> AsyncGenerator[Event, None]:
         """Events until Done. Raises: DraftwireError when it cannot go on."""
-        self._started = self._asked_at = self._clock()
+        self._started = self._clock()
         cut: DraftwireError | None = None
         try:
             if self._engine.decision.is_drafting:
@@ -125,11 +125,14 @@ class Generation:
                             yield event
                             if isinstance(event, Done):
                                 return
-                except TransportError as error:
+                except (TransportError, Overloaded) as error:
                     cut = error
         finally:
-            await self._worker.ended(self._engine)
-            await self._stream.say_goodbye()
+            self._worker.interrupt()
+            try:
+                await self._stream.say_goodbye()  # the verifier stops first
+            finally:
+                await self._worker.ended(self._engine)
 
     async def _follow(self) -> AsyncGenerator[Event, None]:
         """Serves one connection: whichever is ready first, a frame, a draft, a frame sent, or the time to send."""
@@ -166,14 +169,13 @@ class Generation:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _settle(self) -> None:
-        """Ends what is under way on this connection: the drafter is in use until its step ends."""
+        """Ends what is being sent on this connection. A draft step under way goes on: it is good on the next one."""
         sending, self._sending = self._sending, None
         if sending is not None:
             sending.cancel()
             await asyncio.wait({sending})
             if not sending.cancelled():
                 sending.exception()
-        await self._worker.ended(self._engine)
 
     async def _bridge(self, cut: DraftwireError) -> AsyncGenerator[Event, None]:
         """From a cut to the next stream. Under `local` the draft goes on writing, marked as unverified.
@@ -185,7 +187,6 @@ class Generation:
         is_local = self._manner.offline is OfflinePolicy.LOCAL and self._drafter is not None and self.is_open
         self._engine.went_offline(self._clock(), is_local=is_local)
         yield self._enter(State.UNVERIFIED if is_local else State.OFFLINE, cut.message)
-        self._asked_at = self._clock()
         reconnecting = asyncio.ensure_future(self._stream.reconnect(cut))
         try:
             while not reconnecting.done():
@@ -204,7 +205,6 @@ class Generation:
             await asyncio.wait({reconnecting})
             if not reconnecting.cancelled():
                 reconnecting.exception()
-            await self._worker.ended(self._engine)
 
     # ------------------------------------------------------------ what the caller is told
 
@@ -290,14 +290,14 @@ class Generation:
         self._engine.acknowledged()
         await self._stream.send(Pace(request.epoch, pace, request.run_ahead, self._engine.length))
 
-    async def _sent(self) -> TransportError | None:
+    async def _sent(self) -> DraftwireError | None:
         """Clears a frame that was sent; what kept it from being sent, so that what came is told first."""
         if self._sending is None or not self._sending.done():
             return None
         sending, self._sending = self._sending, None
         try:
             sending.result()
-        except TransportError as error:
+        except (TransportError, Overloaded) as error:
             return error
         return None
 
@@ -396,9 +396,9 @@ class Generation:
     def _begin(self, opened: Opened) -> None:
         now, request = self._clock(), self._stream.request
         if self._drafter is not None and not self._has_begun:
-            self._drafter.begin(draft_task(request, opened.seed, self._manner.secret))
+            self._worker.begin(draft_task(request, opened.seed, self._manner.secret))
         self._has_begun = True
-        self._engine.opened(opened, self._stream.ids, now, now - self._asked_at)
+        self._engine.opened(opened, self._stream.ids, now, self._stream.answered_s)
 
 
 def draft_task(request: Open, seed: int, secret: int) -> DraftTask:

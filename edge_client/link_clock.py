@@ -14,6 +14,8 @@ FOLLOW = 0.3
 """Weight of a new measurement."""
 RECENT_STEPS = 16
 SENT_REMEMBERED = 128
+MOST_GUESSED_S = 0.2
+"""An answer to an open that took longer has waited for something else than the link."""
 
 
 class Smoothed:
@@ -47,6 +49,7 @@ class LinkClock:
 
     def __init__(self) -> None:
         self._round_trip, self._step, self._draft = Smoothed(), Smoothed(), Smoothed()
+        self._guessed_round_trip: float | None = None
         self._hinted_step = Smoothed()
         self._plain_steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._running_s: float | None = None
@@ -68,8 +71,8 @@ class LinkClock:
 
     def note_opened(self, seconds: float) -> None:
         """An open or resume was answered after so long: a first idea of the round trip, and no more."""
-        if self._round_trip.value is None:
-            self._round_trip.note(seconds)
+        self._guessed_round_trip = min(MOST_GUESSED_S, seconds)
+        self._sent.clear()  # the numbers of another stream
 
     def note_commit(
         self, now: float, step_s: float, queue_s: float, seen_node: int, hint_wait_s: float | None, is_plain: bool
@@ -106,7 +109,12 @@ class LinkClock:
     @property
     def round_trip_s(self) -> float | None:
         """There and back, without the verifier's own time."""
-        return self._round_trip.value
+        return self._guessed_round_trip if self._round_trip.value is None else self._round_trip.value
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the round trip is more than a guess."""
+        return self._round_trip.value is not None
 
     @property
     def step_s(self) -> float | None:
@@ -136,12 +144,12 @@ class LinkClock:
         last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
         if last is None or not step or round_trip is None or (arrives := sent_at - last + round_trip) < 0:
             return 0
-        return 1 if arrives < self._first_s else 2 + math.floor((arrives - self._first_s) / step)
+        return 1 if arrives < self._first_s else 2 + math.floor((arrives - self._first_s) / (step + self.queue_s))
 
     @property
     def _first_s(self) -> float:
-        """The step that runs now."""
-        return self._running_s or self.step_s or 0.0
+        """The step that runs now, and the queue before it."""
+        return (self._running_s or self.step_s or 0.0) + self.queue_s
 
     def next_departure(self, now: float) -> float | None:
         """The latest moment to send what the next step that can still be reached is to see. None: not known."""
@@ -149,4 +157,4 @@ class LinkClock:
         if last is None or not step or round_trip is None:
             return None
         missed = self.plans_missed(now)
-        return last - round_trip + (0.0 if missed == 0 else self._first_s + (missed - 1) * step)
+        return last - round_trip + (0.0 if missed == 0 else self._first_s + (missed - 1) * (step + self.queue_s))

@@ -57,6 +57,8 @@ class SessionStream:
         self.finished: Finished | None = None
         self.traffic = Traffic()
         self.reconnects = 0
+        self.answered_s = 0.0
+        """How long the last open or resume took to be answered."""
         self.on_opened: Callable[[Opened], None] = lambda opened: None
         """Called after every successful open, resume or reopen."""
         self._transport = transport
@@ -107,11 +109,12 @@ class SessionStream:
     async def _attach(self, frame: Open | Resume) -> None:
         await self._disconnect()
         self._connection = await self._transport.connect(self.traffic)
+        asked_at = asyncio.get_running_loop().time()
         await self.send(frame)
         await asyncio.wait({self.receiving()})  # a caller that is cancelled here still has a stream to say goodbye on
         match self.take():
             case Opened() as opened:
-                self.opened = opened
+                self.opened, self.answered_s = opened, asyncio.get_running_loop().time() - asked_at
                 self.on_opened(opened)
             case Fault() as fault:
                 raise cut_or_error(fault)
@@ -167,7 +170,8 @@ class SessionStream:
                         break
         except (DraftwireError, TimeoutError):
             pass
-        await self._disconnect()
+        finally:
+            await self._disconnect()
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

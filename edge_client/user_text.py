@@ -126,8 +126,9 @@ class _Texts:
         while self._starts and self.tokens + len(ids) + 1 > self._max_tokens:
             self._starts.popleft()
             self.index.forget_before(self._starts[0] if self._starts else self.index.end)
-        self._starts.append(self.index.end)
+        start = self.index.end
         self.index.extend([*ids, _BETWEEN])
+        self._starts.append(start)
 
     def find(self, tail: Sequence[int], depth: int, shortest: int, most: int) -> list[Continuation]:
         found: list[Continuation] = []

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from edge_client.controller import EngineSettings
+from edge_client.controller import EngineSettings, Experience
 from edge_client.drafter import Budget, DraftTask, HintTree
-from edge_client.edge_engine import DraftJob, EdgeEngine, Experience
+from edge_client.edge_engine import DraftJob, EdgeEngine
 from edge_client.retrieval import RetrievalDrafter
 from shared.hint_trie import Node
 from shared.rejection import QRow, quantise
@@ -58,7 +58,7 @@ class Interleaving:
         self.verifier = VerifierEnd(setting.limits, self.script, seen)
         self.now = 0.0
         self.ids: list[int] = list(PROMPT)
-        self.experience = Experience.fresh()
+        self.experience = Experience()
         self.up: deque[Hint | Pace] = deque()
         self._open_epoch(Epoch(0))
 
