@@ -20,8 +20,8 @@ from edge_client.events import Result
 from edge_client.transport import Transport
 from shared.types import ModelCard, PaceKind, Rule
 
-TREE = Budget(depth=4, width=2)
-"""The static tree: as many nodes as the longest chain."""
+TREES = (Budget(depth=4, width=2), Budget(depth=8, width=2))
+"""Static trees: as many nodes as the longest chain, and as many as Draftwire's steps verify."""
 
 
 @dataclass(frozen=True)

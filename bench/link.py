@@ -30,6 +30,7 @@ from bench.link_table import DRAFT_ONLY, DRAFTWIRE_PREFIX, RPC, STREAMING, WAIT_
 from bench.pairs import Pair, pair, prompt_source
 from bench.processes import VerifierProcess, machine, pin_self
 from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.controller import Experience
 from edge_client.drafter import Budget, ModelDrafter
 from edge_client.onnx_drafter import OnnxModel
 from edge_client.tokenizer import TextTokenizer
@@ -179,13 +180,16 @@ class Bench:
 def variants_of(device: Device, client: SpeculativeClient, lengths: Sequence[int]) -> dict[str, Variant]:
     """Everything that is compared, by name."""
     budgets = {f"{WAIT_PREFIX}{length}": Budget(length) for length in lengths}
-    budgets[f"{WAIT_PREFIX}tree of {baselines.TREE.depth} x {baselines.TREE.width}"] = baselines.TREE
+    budgets |= {f"{WAIT_PREFIX}tree of {tree.depth} x {tree.width}": tree for tree in baselines.TREES}
 
     def waiting(budget: Budget) -> Variant:
         return lambda job: baselines.propose_and_wait(device, job, budget)
 
     def draftwire(pace: PaceKind) -> Variant:
+        experience = Experience()  # of its own: the other paces have written the same texts
+
         async def write(job: Job) -> Outcome:
+            client.experience = experience
             return baselines.of_result(await client.generate(**baselines.options(job), pace=pace))
 
         return write

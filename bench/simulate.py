@@ -2,7 +2,7 @@
 
 The product's own engines on both sides run unchanged (bench/virtual.py); step, draft and link times are what you say.
 Figures are ratios of summed times: Draftwire over cloud streaming and over the best propose-and-wait of lengths 1 to 8
-and of a tree of eight nodes. Prefill is left out of all.
+and of trees of 8 to 32 nodes. Prefill is left out of all.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from shared.model_store import resolve
 from shared.types import Epoch, PaceKind, Rule
 
 SYNC_LENGTHS = tuple(range(1, 9))
+SYNC_TREES = ((4, 2), (8, 2), (4, 4), (8, 4), (12, 2))
+"""Length of the main chain, alternatives at each of its positions: up to what Draftwire has in a step, and more."""
 GRID = "20,50,100/5,20,50,100/8,17,40"
 
 
@@ -199,7 +201,7 @@ def _cell(args: argparse.Namespace, times: Times, texts: list[Text], pace: PaceK
 
 def _streaming_s(text: Text, times: Times) -> float:
     """The verifier runs on alone; the last id has half a round trip to go."""
-    return len(text.trace.ids) * times.step(1) + times.round_trip_s / 2
+    return len(text.trace.ids) * (times.step(1) + times.commit_s) - times.commit_s + times.round_trip_s / 2
 
 
 def _synchronous(times: Times) -> dict[str, Callable[[Text], float]]:
@@ -207,7 +209,11 @@ def _synchronous(times: Times) -> dict[str, Callable[[Text], float]]:
     chains: dict[str, Callable[[Text], float]] = {
         f"chain of {length}": partial(_propose_and_wait, times=times, length=length, width=1) for length in SYNC_LENGTHS
     }
-    return {**chains, "tree 4x2": partial(_propose_and_wait, times=times, length=4, width=2)}
+    trees = {
+        f"tree {length}x{width}": partial(_propose_and_wait, times=times, length=length, width=width)
+        for length, width in SYNC_TREES
+    }
+    return {**chains, **trees}
 
 
 def _propose_and_wait(text: Text, times: Times, length: int, width: int) -> float:

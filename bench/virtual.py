@@ -132,9 +132,8 @@ class World:
 
     def run(self) -> Outcome:
         """Until the whole text is on the device."""
-        self.engine.opened(self.session.opened(), self.ids, 0.0, self.times.round_trip_s)
         self._verifier_turn_at(0.0)
-        self._device_turn(0.0)
+        self._at(self.times.round_trip_s / 2, self._opened)
         for _ in range(MOST_EVENTS):
             if self._is_over:
                 break
@@ -147,6 +146,10 @@ class World:
         self.out.ids_sent, self.out.hints = counters.hint_nodes, counters.hints
         self.out.draft_steps = counters.draft_steps
         return self.out
+
+    def _opened(self, now: float) -> None:
+        self.engine.opened(self.session.opened(), self.ids, now, self.times.round_trip_s)
+        self._device_turn(now)
 
     def _at(self, time: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), action))
@@ -177,16 +180,12 @@ class World:
             if wake is not None and self.session.finished is None:
                 self._verifier_turn_at(max(wake, self.clock.now + 1e-6))
             return
-        self._note_wait(plan.rows[0].seen_node, self.clock.now)
         self.runner.run(plan, 0.0)
         for left, frame in self.frames.sent:
             self._deliver(left, frame)
         self.frames.sent.clear()
         self._busy_until = self.clock.now + self.times.commit_s
         self._verifier_turn_at(self._busy_until)
-
-    def _note_wait(self, seen_node: int, now: float) -> None:
-        """Nothing here: the product measures how long a hint waited."""
 
     def _deliver(self, left: float, frame: DownFrame) -> None:
         self.out.down_bytes += encode_down(frame).ByteSize()
