@@ -58,6 +58,8 @@ class Outcome:
     """Until the first ids came."""
     usage: Usage = field(default_factory=Usage)
     traffic: Traffic = field(default_factory=Traffic)
+    measured: tuple[float, float, float] | None = None
+    """Round trip, step and draft step as the device measured them."""
 
     @property
     def decode_s(self) -> float:

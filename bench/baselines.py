@@ -115,7 +115,8 @@ def task_of(job: Job, card: ModelCard) -> DraftTask:
 def of_result(result: Result) -> Outcome:
     """What the client's report says."""
     report = result.report
-    return Outcome(result.ids, report.wall_s, report.first_token_s, report.usage, report.traffic)
+    measured = (report.round_trip_s or 0.0, report.step_s or 0.0, report.draft_step_s or 0.0)
+    return Outcome(result.ids, report.wall_s, report.first_token_s, report.usage, report.traffic, measured)
 
 
 def paths_of(tree: HintTree) -> set[tuple[int, ...]]:

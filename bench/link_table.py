@@ -7,6 +7,7 @@ tests/synthetic/test_bench_link.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from bench.bare_session import Outcome
@@ -71,7 +72,15 @@ def row(outcomes: Sequence[Outcome], tcp: tuple[int, int], prompts: int) -> dict
         "decode_tokens_per_s": round((tokens - len(outcomes)) / max(sum(decode_s), 1e-9), 2),
         "whole_tokens_per_s": round(tokens / max(sum(whole_s), 1e-9), 2),
         **{f"{name}_per_token": round(total / tokens, 3) for name, total in sums.items()},
+        **_measured(outcomes),
     }
+
+
+def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Medians of what the device measured, in ms."""
+    told = [each.measured for each in outcomes if each.measured is not None]
+    names = ("round_trip_ms", "step_ms", "draft_step_ms")
+    return {name: round(1000 * median(column), 2) for name, column in zip(names, zip(*told, strict=True), strict=False)}
 
 
 def _ratio(other: Mapping[str, Any], ours: Mapping[str, Any], part: str) -> list[float]:

@@ -29,7 +29,7 @@ class Smoothed:
     def note(self, value: float) -> None:
         """One more. Three in a row that all lie far off on one side are a change, not scatter: they are believed."""
         if self.value is None:
-            self.value, self.scatter = value, value / 8
+            self.value, self.scatter = value, value / 16
             return
         off = value - self.value
         if abs(off) > 4 * self.scatter + 0.1 * self.value:
@@ -85,7 +85,7 @@ class LinkClock:
             self._round_trip.note(measured)
         for node in [node for node in self._sent if node <= seen_node]:
             del self._sent[node]
-        if step_s > 0:
+        if step_s > 0 and self.last_commit_at is not None:  # the first step of a stream reads the prompt
             self._step.note(step_s)
             if is_plain:
                 self._plain_steps.append(step_s)
