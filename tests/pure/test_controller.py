@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from edge_client.calibration import Recent
-from edge_client.controller import Controller, Decision, EngineSettings
+from edge_client.controller import Controller, Decision, EngineSettings, Experience
 from edge_client.link_clock import LinkClock
 from shared.types import PaceKind
 
@@ -24,10 +24,16 @@ def clock_of(step_s: float = 0.1, round_trip_s: float = 0.05, draft_s: float = 0
 
 def controller_of(share: float, settings: EngineSettings | None = None, tries: int = 200) -> Controller:
     """A controller that has seen so many tries, that share of them right."""
-    made = Controller(settings or EngineSettings(), Recent(0.7))
+    made = Controller(settings or EngineSettings(), Experience())
     for n in range(tries):
         made.note_judged(n * 37 % 100 < 100 * share)
     return made
+
+
+def controller_with(share: float, free_share: float | None = None) -> Controller:
+    """A controller that takes such shares for what was learnt; `free_share`: there is look-up, right so often."""
+    experience = Experience(acceptance=Recent(share), free_acceptance=Recent(free_share or 0.0))
+    return Controller(EngineSettings(), experience, has_free=free_share is not None)
 
 
 def decisions(controller: Controller, clock: LinkClock, start: float, seconds: float) -> list[Decision]:
@@ -53,7 +59,7 @@ def test_gain_grows_with_acceptance_and_falls_with_round_trip_and_draft_time() -
     shares, links, drafts = [0.1, 0.3, 0.5, 0.7, 0.9, 0.97], [0.0, 0.01, 0.05, 0.2], [0.002, 0.008, 0.03, 0.09]
 
     def gain(share: float, round_trip_s: float, draft_s: float) -> float:
-        return Controller(EngineSettings(), Recent(share)).expected_gain(clock_of(0.1, round_trip_s, draft_s))
+        return controller_with(share).expected_gain(clock_of(0.1, round_trip_s, draft_s))
 
     for link, draft in itertools.product(links, drafts):
         gains = [gain(share, link, draft) for share in shares]
@@ -85,16 +91,30 @@ def test_a_good_draft_goes_on_drafting_and_a_useless_one_rests() -> None:
 
 
 def test_one_or_two_bad_ids_are_no_reason_to_rest() -> None:
-    controller = Controller(EngineSettings(), Recent(0.7))
+    controller = Controller(EngineSettings())
     controller.note_judged(False)
     controller.note_judged(False)
     assert controller.decide(1.0, clock_of()).is_drafting
 
 
-def test_free_hints_are_worth_it_where_a_slow_draft_is_not() -> None:
-    controller, slow = controller_of(0.9), clock_of(0.05, 0.02, 0.2)
-    assert controller.decide(1.0, slow, has_free_hints=True).is_drafting
-    assert not controller_of(0.9).decide(1.0, slow).is_drafting
+@pytest.mark.parametrize("has_model", [False, True], ids=["no model", "a slow model"])
+def test_look_up_goes_on_alone_where_a_model_does_not_pay(has_model: bool) -> None:
+    slow = clock_of(0.05, 0.02, 0.2)
+    decision = controller_with(0.9, free_share=0.8).decide(1.0, slow, has_model)
+    assert decision.is_drafting
+    assert not decision.uses_model
+    assert "by look-up" in decision.why
+    assert not controller_with(0.9).decide(1.0, slow, has_model).is_drafting
+
+
+def test_look_up_that_is_never_right_does_not_go_on_alone() -> None:
+    assert not controller_with(0.9, free_share=0.0).decide(1.0, clock_of(0.05, 0.02, 0.2)).is_drafting
+
+
+def test_look_up_goes_on_while_the_model_rests_and_is_probed() -> None:
+    made = decisions(controller_with(0.9, free_share=0.8), clock_of(0.05, 0.02, 0.2), 100.0, 3.0)
+    assert all(decision.is_drafting and not decision.uses_model for decision in made)
+    assert any(decision.is_probe for decision in made)
 
 
 # ---------------------------------------------------------------- the measured gain
@@ -161,18 +181,60 @@ def test_drafting_begins_again_when_the_times_have_changed() -> None:
     assert any(decision.is_drafting for decision in decisions(controller, clock_of(), 100.01, 10.0))
 
 
-def test_who_rests_again_and_again_rests_longer() -> None:
-    controller, good, bad = controller_of(0.9), clock_of(), clock_of(draft_s=0.2)
+def rest_after(controller: Controller, now: float) -> float:
+    """How long it rests from now on, with times that would pay."""
+    began, good = now, clock_of()
+    while not controller.decide(now, good).is_drafting:
+        now += 0.01
+        assert now < began + 60
+    return now - began
+
+
+def rests_by_loss(controller: Controller, times: int) -> list[float]:
+    """How long it rests each time that text came slower with hints than without."""
     rests, now = [], 100.0
+    for _ in range(times):
+        now = commits(controller, now, [0.1] * 20, 1, is_plain=True)
+        now = commits(controller, now, [0.3] * 30, 2, is_plain=False)
+        assert not controller.decide(now, clock_of()).is_drafting
+        rests.append(rest_after(controller, now))
+        now += rests[-1]
+    return rests
+
+
+def test_a_rest_by_expected_gain_is_short_however_often_for_probes_tell_when_it_would_pay() -> None:
+    controller, bad, rests, now = controller_of(0.9), clock_of(draft_s=0.2), [], 100.0
     for _ in range(4):
         assert not controller.decide(now, bad).is_drafting
-        began = now
-        while not controller.decide(now, good).is_drafting:
-            now += 0.01
-        rests.append(now - began)
+        rests.append(rest_after(controller, now))
+        now += rests[-1]
+    assert rests == pytest.approx([rests[0]] * 4, abs=0.02)
+    assert controller.rests == controller.slow_rests == 4
+
+
+def test_who_rests_by_measured_loss_again_and_again_rests_longer() -> None:
+    controller = controller_of(0.9)
+    rests = rests_by_loss(controller, 4)
     assert rests == sorted(rests)
-    assert rests[-1] > 2 * rests[0]
+    assert rests[-1] > 4 * rests[0]
     assert controller.rests == 4
+    assert controller.slow_rests == 0
+
+
+def test_how_long_to_rest_after_a_loss_outlives_a_text() -> None:
+    experience = controller_of(0.9).experience
+    first = rests_by_loss(Controller(EngineSettings(), experience), 1)
+    second = rests_by_loss(Controller(EngineSettings(), experience), 1)
+    assert second[0] > 1.5 * first[0]
+
+
+def test_a_text_that_gains_much_takes_the_long_rest_back() -> None:
+    controller = controller_of(0.9)
+    long = rests_by_loss(controller, 3)[-1]
+    now = commits(controller, 1000.0, [0.1] * 20, 1, is_plain=True)
+    now = commits(controller, now, [0.1] * 30, 3, is_plain=False)
+    assert controller.decide(now, clock_of()).is_drafting
+    assert rests_by_loss(Controller(EngineSettings(), controller.experience), 1)[0] < long / 2
 
 
 def test_told_to_stop_it_neither_drafts_nor_probes_ever_again() -> None:

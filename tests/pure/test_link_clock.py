@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edge_client.link_clock import SENT_REMEMBERED, LinkClock, Smoothed
+from edge_client.link_clock import MOST_GUESSED_S, SENT_REMEMBERED, LinkClock, Smoothed
 
 
 def clock_of(step_s: float, round_trip_s: float, last_commit_at: float = 10.0) -> LinkClock:
@@ -50,13 +50,31 @@ def test_a_verifiers_rounding_never_makes_the_round_trip_negative() -> None:
     assert clock.note_commit(1.1, 0.1, 0.0, 5, 0.01, is_plain=False) == 0.0
 
 
-def test_the_answer_to_an_open_is_a_first_idea_only() -> None:
+def test_the_answer_to_an_open_is_a_guess_that_the_first_measured_round_trip_replaces() -> None:
     clock = LinkClock()
-    clock.note_opened(0.4)
-    assert clock.round_trip_s == 0.4
-    measured = clock_of(0.1, 0.02)
-    measured.note_opened(3.0)
-    assert measured.round_trip_s == pytest.approx(0.02)
+    clock.note_opened(0.15)
+    assert clock.round_trip_s == 0.15
+    assert not clock.is_measured
+    clock.note_sent(5, 1.0)
+    clock.note_commit(1.17, 0.1, 0.0, 5, 0.05, is_plain=False)
+    assert clock.is_measured
+    assert clock.round_trip_s == pytest.approx(0.02)
+    clock.note_opened(0.15)
+    assert clock.round_trip_s == pytest.approx(0.02), "what was measured is not given up for a guess"
+
+
+def test_an_open_that_waited_for_seconds_is_no_sign_of_a_slow_link() -> None:
+    clock = LinkClock()
+    clock.note_opened(3.0)
+    assert clock.round_trip_s == MOST_GUESSED_S <= 0.2
+
+
+def test_numbers_of_another_stream_show_no_round_trip() -> None:
+    clock = LinkClock()
+    clock.note_sent(5, 1.0)
+    clock.note_opened(0.1)
+    assert clock.note_commit(9.0, 0.1, 0.0, 5, 0.05, is_plain=False) is None
+    assert clock.newest_arrived(9.0, 0) == 0
 
 
 def test_the_round_trip_is_right_whenever_hints_leave_and_however_long_they_wait() -> None:
@@ -142,6 +160,19 @@ def test_a_hint_that_leaves_before_the_departure_reaches_that_step_and_after_it_
         missed = clock.plans_missed(now)
         assert clock.plans_missed(departure - 1e-6) == missed
         assert clock.plans_missed(departure + 1e-6) == missed + 1
+
+
+def test_the_queue_before_a_step_is_part_of_the_time_between_steps() -> None:
+    step_s, queue_s, round_trip_s = 0.1, 0.04, 0.05
+    clock = LinkClock()
+    for n in range(60):
+        clock.note_sent(n + 1, n - round_trip_s - queue_s - step_s)
+        clock.note_commit(float(n), step_s, queue_s, n + 1, queue_s, is_plain=False)
+    for missed in range(1, 6):
+        last_chance = 59.0 - round_trip_s + missed * (step_s + queue_s)
+        assert clock.plans_missed(last_chance - 1e-3) == missed
+        assert clock.plans_missed(last_chance + 1e-3) == missed + 1
+        assert clock.next_departure(last_chance - 1e-3) == pytest.approx(last_chance, abs=1e-3)
 
 
 def test_without_a_commit_or_with_the_link_cut_no_deadline_is_known() -> None:

@@ -16,8 +16,8 @@ from bench.recorded_target import Times
 from bench.traces import Trace
 from bench.virtual import World
 from edge_client.controller import EngineSettings
-from edge_client.drafter import DraftTask, HintTree, ModelDrafter
-from edge_client.edge_engine import EdgeEngine
+from edge_client.drafter import Budget, DraftTask, HintTree, ModelDrafter
+from edge_client.edge_engine import DraftJob, EdgeEngine
 from shared.sampling import GREEDY
 from shared.types import Commit, Epoch, Limits, Open, Opened, PaceKind, Reason, Rule, SessionId
 from tests.formula_model import VALID, formula_row
@@ -286,3 +286,100 @@ def test_under_pace_wait_a_good_drafter_saves_forwards() -> None:
     settings = EngineSettings(pace=PaceKind.WAIT)
     outcome = World(trace, Times(0.1, 0.05, 0.008), settings, ScriptedDrafter(trace, 0.95)).run()
     assert outcome.steps < 0.4 * outcome.tokens
+
+
+# ---------------------------------------------------------------- what must not end drafting for ever
+
+
+class LookUp(ScriptedDrafter):
+    """Proposes the text itself, `most` ids at a time, always right."""
+
+    name = "retrieval"
+
+    def __init__(self, trace: Trace, most: int = 12) -> None:
+        super().__init__(trace, 1.0)
+        self._most = most
+
+    def propose(self, budget: Budget) -> HintTree:
+        """See Drafter."""
+        prefix = [*self._ids, *budget.path]
+        ids = (
+            tuple(self._text[len(prefix) :][: min(self._most, budget.depth)])
+            if prefix == self._text[: len(prefix)]
+            else ()
+        )
+        return HintTree(ids, tuple(range(-1, len(ids) - 1)), (0.9,) * len(ids))
+
+
+@pytest.mark.parametrize("cell", [(0.02, 0.01, 0.004), (0.1, 0.05, 0.008)])
+def test_a_first_open_that_took_seconds_does_not_keep_the_device_from_drafting(
+    cell: tuple[float, float, float],
+) -> None:
+    """Once wrong: with a round trip of 3 s nothing seemed ever in time, so nothing left and nothing was measured."""
+    trace = trace_of(400)
+    world = WatchedWorld(trace, Times(*cell), EngineSettings(), ScriptedDrafter(trace, 0.9))
+    plain = world.engine.opened
+    world.engine.opened = lambda opened, ids, now, took_s: plain(opened, ids, now, 3.0)  # type: ignore[method-assign]
+    outcome = world.watch()
+    assert world.engine.clock.is_measured
+    assert world.engine.clock.round_trip_s == pytest.approx(cell[1], abs=0.01)
+    assert outcome.seconds < streaming_s(trace, world.times) / 1.5
+
+
+@pytest.mark.parametrize("which", [1, 2, 20])
+def test_one_slow_draft_step_does_not_end_drafting_for_ever(which: int) -> None:
+    """Once wrong: a device that was busy for 30 ms took its drafts to be slower than the verifier's 20 ms."""
+
+    class Busy(WatchedWorld):
+        def _draft_s(self, job: DraftJob) -> float:
+            plain = super()._draft_s(job)
+            return 0.03 if len(self.jobs) == which + 1 else plain
+
+    trace = trace_of(400)
+    world = Busy(trace, Times(0.02, 0.01, 0.004), EngineSettings(), ScriptedDrafter(trace, 0.9))
+    outcome = world.watch()
+    assert outcome.seconds < streaming_s(trace, world.times) / 1.3
+    assert world.mean(lambda seen: seen.is_drafting, outcome.seconds / 2, outcome.seconds) == 1.0
+
+
+def test_under_pace_wait_a_hint_of_look_up_is_not_held_back_for_a_model_whose_context_is_full() -> None:
+    trace = trace_of(200)
+    drafter = ScriptedDrafter(trace, 0.9, context_size=20)
+    settings = EngineSettings(pace=PaceKind.WAIT)
+    world = WatchedWorld(trace, Times(0.05, 0.05, 0.008), settings, drafter, retrieval=LookUp(trace))
+    plain = world.engine.send_at
+
+    def send_at(now: float) -> float | None:
+        due = plain(now)
+        is_full = world.engine.counters.is_context_full
+        assert not is_full or due is None or due < now + 1, "it is held back for what never comes"
+        return due
+
+    world.engine.send_at = send_at  # type: ignore[method-assign]
+    outcome = world.watch()
+    assert world.engine.counters.is_context_full
+    assert outcome.seconds < streaming_s(trace, world.times) / 1.5
+
+
+def test_while_resting_beside_look_up_the_model_is_still_probed() -> None:
+    """Once wrong: where look-up had proposed something nobody was asked any more how good the model has become."""
+    trace = trace_of(500)
+    drafter = ScriptedDrafter(trace, 0.9)
+    world = WatchedWorld(trace, Times(0.1, 0.05, 0.15), EngineSettings(), drafter, retrieval=LookUp(trace, 1))
+    world.change_at(6.0, draft_s=0.008)
+    outcome = world.watch()
+    assert world.engine.counters.slow_rests > 0
+    assert sum(job.is_probe for job in world.jobs) >= 2
+    assert world.engine.decision.uses_model, "probes have told that it became fast"
+    assert outcome.seconds > 10
+
+
+def test_beside_a_model_slower_than_the_verifier_the_hints_of_look_up_still_leave() -> None:
+    trace = trace_of(400)
+    drafter = ScriptedDrafter(trace, 0.9)
+    world = WatchedWorld(trace, Times(0.02, 0.01, 0.04), EngineSettings(), drafter, retrieval=LookUp(trace))
+    outcome = world.watch()
+    assert world.engine.counters.slow_rests > 0
+    assert world.seen[-1].is_drafting
+    assert outcome.seconds < streaming_s(trace, world.times) / 1.5
+    assert sum(seen.at > outcome.seconds / 2 and seen.is_drafting for seen in world.seen) > 5

@@ -24,6 +24,7 @@ from edge_client.transport import Traffic
 from shared.errors import (
     DraftwireError,
     NumericalError,
+    Overloaded,
     PrefixMismatch,
     RemoteProtocolError,
     SessionNotFound,
@@ -431,3 +432,106 @@ async def test_leaving_early_closes_the_session_and_ends_the_draft(run: Callable
     assert isinstance(line.sent[-1], Close)
     assert line.is_closed
     assert drafter.asked == asked
+
+
+async def test_overloaded_in_mid_text_is_bridged_like_a_cut(run: Callable[..., Any]) -> None:
+    # Once wrong: a verifier that had no room after a cut, or gave the place away, ended a text that had begun.
+    first = connection(opened(), commit(3, 80), Overloaded("no room", retry_after_ms=1))
+    second = connection(Fault("resume", "Overloaded", "still none", retry_after_ms=1))
+    third = connection(opened(4), commit(4, 81), FINISHED)
+    events = await run(first, second, third)
+    assert told(events) == [80, 81]
+    assert third.sent[0] == Resume(SESSION, EPOCH, 4, ids_digest([*PROMPT, 80]))
+    states = [event.state for event in events if isinstance(event, StateChanged)]
+    assert states == [State.VERIFIED, State.OFFLINE, State.VERIFIED]
+    assert isinstance(events[-1], Done)
+    assert events[-1].reason is FinishReason.LENGTH
+
+
+async def test_a_drafter_that_fails_while_offline_under_local_is_not_asked_again_and_again(
+    run: Callable[..., Any],
+) -> None:
+    # Once wrong: the tip of the text stayed the next thing to draft, and the loop spun until the network was back.
+    is_cut, may_return = threading.Event(), asyncio.Event()
+
+    def fail() -> None:
+        if is_cut.is_set():
+            raise NumericalError("no finite score")
+
+    first, second = connection(opened(), commit(3, 80)), connection(opened(4), commit(4, 81), FINISHED)
+    drafter, waiting = Always((80, 81), fail), ScriptedTransport(first, second)
+    plain = waiting.connect
+
+    async def connect(traffic: Traffic) -> ScriptedConnection:
+        if waiting.used:
+            await may_return.wait()
+        return await plain(traffic)
+
+    waiting.connect = connect  # type: ignore[method-assign]
+    events: list[Event] = []
+    asked: list[int] = []
+
+    async def network() -> None:
+        await until(lambda: drafter.asked > 1)
+        is_cut.set()
+        asked.append(drafter.asked)
+        first.turns.append(TransportError("cut"))
+        await asyncio.sleep(0.4)
+        may_return.set()
+
+    async def device() -> None:
+        manner = Manner(OfflinePolicy.LOCAL, previews=True)
+        events.extend([event async for event in run.watch(waiting, drafter=drafter, manner=manner)])  # type: ignore[attr-defined]
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(network())
+        tasks.create_task(device())
+    assert State.UNVERIFIED in [event.state for event in events if isinstance(event, StateChanged)]
+    assert told(events) == [80, 81]
+    assert drafter.asked <= asked[0] + 2
+
+
+class Slow(Always):
+    """A draft step lasts until the test lets it end."""
+
+    def __init__(self) -> None:
+        super().__init__((80, 81), self._wait)
+        self.is_at_work, self.may_end = threading.Event(), threading.Event()
+        self.has_ended = False
+
+    def _wait(self) -> None:
+        self.is_at_work.set()
+        assert self.may_end.wait(20)
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+async def test_who_leaves_early_says_so_before_the_draft_step_under_way_has_ended(
+    run: Callable[..., Any], cancellations: int
+) -> None:
+    """The verifier may stop at once; the device's step can wait. However often the reader is cancelled."""
+    line, drafter = connection(opened(), commit(3, 80)), Slow()
+
+    def has_closed() -> bool:
+        return any(isinstance(frame, Close) for frame in line.sent)
+
+    async def read() -> None:
+        async for _ in run.watch(ScriptedTransport(line), drafter=drafter):  # type: ignore[attr-defined]
+            pass
+
+    reading = asyncio.ensure_future(read())
+    try:
+        await until(drafter.is_at_work.is_set)
+        for _ in range(cancellations):
+            reading.cancel()
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await until(has_closed)
+        assert not drafter.has_ended
+        assert not reading.done(), "whoever leaves waits for the step to end"
+    finally:
+        drafter.may_end.set()
+        await asyncio.wait({reading})
+    assert reading.cancelled()
+    assert drafter.has_ended
+    assert line.is_closed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from edge_client.drafter import Budget, DraftTask, HintTree, ModelDrafter
@@ -299,3 +301,133 @@ def test_under_noise_the_drafters_own_choice_is_the_surest_of_its_alternatives(s
         siblings = [tree.confidence[other] for other, p in enumerate(tree.parents) if p == parent]
         assert tree.confidence[place] <= siblings[0]
         assert 0 < tree.confidence[place] <= 1
+
+
+# ---------------------------------------------------------------- taking in a prompt, and giving it up
+
+
+class Recorder:
+    """A tiny model whose scores and rows follow from its ids and all before them; `after_feed` is told of each feed."""
+
+    context_size = 4096
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.rows: list[int] = []
+        """What a key or value is to hold: a digest of the ids up to it."""
+        self.after_feed: Callable[[], None] = lambda: None
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def rewind(self, length: int) -> None:
+        del self.ids[length:], self.rows[length:]
+
+    def feed(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        for token in ids:
+            self.ids.append(token)
+            self.rows.append(digest_of(self.rows[-1:], token))
+        self.after_feed()
+        return scores_of(self.rows[-1])
+
+    def save_rows(self, start: int) -> npt.NDArray[np.int64]:
+        pairs = [[one, two] for one, two in zip(self.ids[start:], self.rows[start:], strict=True)]
+        return np.array(pairs, dtype=np.int64).reshape(1, 1, -1, 2)
+
+    def append_rows(self, rows: npt.NDArray[np.int64]) -> None:
+        self.ids += rows[0, 0, :, 0].tolist()
+        self.rows += rows[0, 0, :, 1].tolist()
+
+
+def digest_of(above: Sequence[int], token: int) -> int:
+    return (31 * (above[0] if above else 7) + token + 1) % 1_000_003
+
+
+def scores_of(row: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(row).normal(size=300).astype(np.float32)
+
+
+def fresh_rows(ids: Sequence[int]) -> list[int]:
+    model = Recorder()
+    model.feed(ids)
+    return model.rows
+
+
+def fresh_choice(ids: Sequence[int]) -> int:
+    return int(np.argmax(scores_of(fresh_rows(ids)[-1])))
+
+
+def recording() -> tuple[ModelDrafter, Recorder]:
+    model = Recorder()
+    return ModelDrafter(model, np.ones(300, dtype=bool)), model
+
+
+def test_taking_in_a_prompt_ahead_takes_back_no_rows_of_another_text() -> None:
+    """Once wrong: text 1 left a branch behind ten ids; it seemed to fit behind any ten ids."""
+    drafter, model = recording()
+    one, two, branch = list(range(10)), list(range(50, 60)), [21, 22, 23, 24]
+    drafter.begin(task())
+    drafter.sync(one)
+    drafter.propose(Budget(1, 1, tuple(branch)))
+    drafter.propose(Budget(1, 1, (31, 32)))
+    drafter.prepare(two)
+    assert model.rows == fresh_rows(two)
+    three = [*two, *branch[:3]]
+    drafter.prepare(three)
+    assert model.rows == fresh_rows(three)
+    drafter.begin(task())
+    drafter.sync(three)
+    assert drafter.propose(Budget(1)).ids == (fresh_choice(three),)
+
+
+def test_scores_after_a_feed_that_was_interrupted_behind_a_copy_are_not_those_of_an_earlier_id() -> None:
+    """Once wrong: rows of a branch were taken back, the feed behind them was given up, and the scores from before it
+    counted as those of the last row taken back."""
+    drafter, _ = recording()
+    branch: tuple[int, ...] = (21, 22, 23, 24)
+    drafter.begin(task())
+    drafter.sync(PROMPT)
+    drafter.propose(Budget(1, 1, branch))
+    drafter.propose(Budget(1))
+    drafter.interrupt()
+    for path in (branch, (*branch, 25)):
+        with pytest.raises(ModelError, match="interrupted"):
+            drafter.propose(Budget(1, 1, path))
+    drafter.resume()
+    for length in range(len(branch), -1, -1):
+        expected = (fresh_choice([*PROMPT, *branch[:length]]),)
+        assert drafter.propose(Budget(1, 1, branch[:length])).ids == expected
+    assert drafter.propose(Budget(1, 1, (*branch, 25))).ids == (fresh_choice([*PROMPT, *branch, 25]),)
+
+
+def test_scores_after_an_interrupted_feed_are_right_wherever_one_goes_on() -> None:
+    rng = random.Random(3)
+    drafter, _ = recording()
+    drafter.begin(task())
+    drafter.sync(PROMPT)
+    paths = [tuple(start + n for n in range(length)) for start in (20, 60, 100) for length in range(6)]
+    for _ in range(600):
+        path = rng.choice(paths)
+        if rng.random() < 0.3:
+            drafter.interrupt()
+            with suppress(ModelError):
+                drafter.propose(Budget(1, 1, path))
+            drafter.resume()
+        else:
+            assert drafter.propose(Budget(1, 1, path)).ids == (fresh_choice([*PROMPT, *path]),)
+
+
+def test_a_long_prompt_that_is_given_up_midway_is_gone_on_with_where_it_was_left() -> None:
+    drafter, model = recording()
+    prompt = [n * 7 % 300 for n in range(200)]
+    model.after_feed = drafter.interrupt
+    with pytest.raises(ModelError, match="interrupted"):
+        drafter.prepare(prompt)
+    assert 0 < model.length < len(prompt)
+    assert model.rows == fresh_rows(prompt[: model.length])
+    model.after_feed = lambda: None
+    drafter.resume()
+    drafter.begin(task())
+    drafter.sync(prompt)
+    assert drafter.propose(Budget(1)).ids == (fresh_choice(prompt),)
