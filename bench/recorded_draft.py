@@ -67,7 +67,7 @@ class RecordedDrafter:
 
     name = "model"
 
-    def __init__(self, trace: Trace, task: DraftTask, model: ModelDrafter, store: AnswerStore) -> None:
+    def __init__(self, trace: Trace, task: DraftTask, model: ModelDrafter | None, store: AnswerStore) -> None:
         self._model, self._store, self._task = model, store, task
         self._ids: list[int] = []
         parts = f"{task.seed}|{task.sampling}|".encode()
@@ -90,6 +90,7 @@ class RecordedDrafter:
         key = hashlib.sha256(self._salt + np.asarray(generated, dtype="<u4").tobytes()).digest()[:16]
         answer = self._store.get(key)
         if answer is None:
+            assert self._model is not None, "no model was wanted"
             if not self._is_begun:
                 self._model.begin(self._task)
                 self._is_begun = True

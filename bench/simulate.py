@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{file} is not there; record it with `python -m bench record`", field="traces")
     traces = [replace(t, ids=t.ids[: args.tokens]) for t in load(file, chosen, sets, args.prompts)]
     store = AnswerStore(cache_root() / "bench" / f"answers-{args.pair}.npz")
-    texts = list(_texts(chosen, traces, args.rule, store))
+    texts = list(_texts(chosen, traces, args.rule, store, "model" in args.drafters.split(",")))
     rows = []
     try:
         for cell in _cells(args):
@@ -140,16 +140,20 @@ def _step_costs(text: str) -> Callable[[int], float] | None:
     return cost
 
 
-def _texts(chosen: Pair, traces: list[Trace], rule: str, store: AnswerStore) -> Iterator[Text]:
+def _texts(chosen: Pair, traces: list[Trace], rule: str, store: AnswerStore, has_model: bool) -> Iterator[Text]:
+    drafter = _drafter(chosen) if has_model else None
+    for trace in traces:
+        task = DraftTask(RULES[rule], trace.seed, Rule.AGREEMENT, Epoch(0), len(trace.prompt))
+        yield Text(trace, RecordedDrafter(trace, task, drafter, store))
+
+
+def _drafter(chosen: Pair) -> ModelDrafter:
     from edge_client.onnx_drafter import OnnxModel
 
     folder = resolve(chosen.draft, "draft", chosen.precision)
     vocabulary = TextTokenizer(folder).vocabulary
     model = OnnxModel(folder, threads=1)
-    drafter = ModelDrafter(model, vocabulary.valid_mask(model.vocabulary_rows))
-    for trace in traces:
-        task = DraftTask(RULES[rule], trace.seed, Rule.AGREEMENT, Epoch(0), len(trace.prompt))
-        yield Text(trace, RecordedDrafter(trace, task, drafter, store))
+    return ModelDrafter(model, vocabulary.valid_mask(model.vocabulary_rows))
 
 
 # ------------------------------------------------------------ one cell
@@ -205,7 +209,7 @@ def _streaming_s(text: Text, times: Times) -> float:
 
 
 def _synchronous(times: Times) -> dict[str, Callable[[Text], float]]:
-    """Propose, wait, propose: seconds for a text, for each length and for a tree of eight nodes."""
+    """Propose, wait, propose: seconds for a text, for each length and for each of SYNC_TREES."""
     chains: dict[str, Callable[[Text], float]] = {
         f"chain of {length}": partial(_propose_and_wait, times=times, length=length, width=1) for length in SYNC_LENGTHS
     }

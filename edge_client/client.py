@@ -297,7 +297,9 @@ class SpeculativeClient:
                 reach=self.config.hint_reach if hint_reach is None else hint_reach,
                 pace=request.pace,
             )
-            retrieval = RetrievalDrafter(self.user_text) if self.config.drafter != "model" and depth > 0 else None
+            looks_up = self.config.drafter != "model" and depth > 0
+            is_look_up = drafter is not None and drafter.name == RetrievalDrafter.name  # the caller's own
+            retrieval = RetrievalDrafter(self.user_text) if looks_up and not is_look_up else None
             if retrieval is not None:
                 retrieval.begin(draft_task(request, 0, 0))
             generation = Generation(

@@ -2,7 +2,8 @@
 
 Pure: times are arguments. Must not know: wire, models, trees. Used by `edge_engine`. What it goes by: the link clock
 (round trip, step, draft time) and how often drafted ids stood. "No hints at all" is one of its choices: text then comes
-as from plain streaming, and now and then one id is drafted without being sent, to see whether things have changed.
+as from plain streaming; now and then one id is drafted, and sent if only to measure the link, to see whether things
+have changed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ FREE_SHARE = 0.1
 RARE = 0.05
 WORTH_IT, NOT_WORTH_IT = 1.04, 1.005
 """Drafting begins again when the expected gain is above the first, and ends when it is below the second."""
-LOSS = 0.97
+LOSS, CLEARLY = 0.97, 1.1
 """Drafting ends when text comes slower than this share of what streaming alone would give."""
 WINDOW_S, WINDOW_COMMITS = 1.0, 12
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.5, 8.0
-PROBE_EVERY_S, PROBE_SHARE = 0.1, 0.1
-"""While resting one id is drafted so often, and on no more than this share of the device's time."""
+PROBE_EVERY_S, PROBE_SHARE, MOST_PROBE_WAIT_S = 0.1, 0.1, 2.0
+"""While resting one id is drafted so often, and for this share of the device's time; but where taking in what was
+committed meanwhile takes longer, every two seconds all the same, or the draft would fall behind for ever."""
 LEAST_MARGIN_S = 0.0015
 
 
@@ -82,7 +84,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A commit: when it came and how many ids it brought."""
+    """A commit: when it came, or how long after the one before it, and how many ids it brought."""
 
     at: float
     ids: int
@@ -100,7 +102,7 @@ class Controller:
         self._last: _Seen | None = None
         self._was_plain = False
         self._is_resting = False
-        self._rest_until = self._free_rest_until = self._probed_at = -math.inf
+        self._rest_until = self._free_rest_until = self._probe_at = -math.inf
         self._reason = "begins"
         self.rests = self.slow_rests = 0
         self.is_stopped = False
@@ -134,14 +136,13 @@ class Controller:
         while len(self._seen) > WINDOW_COMMITS and sum(seen.at for seen in self._seen) > WINDOW_S:
             self._seen.popleft()
 
-    def note_probe(self, now: float) -> None:
-        """A probe was drafted."""
-        self._probed_at = now
+    def note_probe(self, now: float, took_s: float) -> None:
+        """A probe was drafted; with what was committed since the one before, it took so long."""
+        self._probe_at = now + min(MOST_PROBE_WAIT_S, max(PROBE_EVERY_S, took_s / PROBE_SHARE))
 
     def stop(self, why: str) -> None:
         """No hints any more."""
         self._is_resting, self._reason, self._rest_until = True, why, math.inf
-        self._probed_at = math.inf
         self.is_stopped = True
 
     def note_pause(self) -> None:
@@ -159,8 +160,9 @@ class Controller:
             return self._decision(now, clock, gain, False, "none are wanted")
         if self.is_stopped:
             return self._decision(now, clock, gain, False, self._reason)
-        if not has_model:
-            self._is_resting, self._reason = True, "look-up alone"
+        if not has_model:  # under the rejection rule what was drafted before is sent all the same
+            if self._has_free:
+                self._is_resting, self._reason = True, "look-up alone"
         elif self._is_resting:
             if now >= self._rest_until and gain > WORTH_IT:
                 self._is_resting, self._reason = False, f"expected gain {gain:.2f}"
@@ -170,23 +172,28 @@ class Controller:
         has_free = self._is_resting and now >= self._free_rest_until and free > NOT_WORTH_IT
         if has_free and self._is_losing(clock):
             self._rest_from_loss(now)
+            self.rests += 1
             has_free = False
+        elif self._is_gaining(clock):
+            self.experience.backoff_s = FIRST_BACKOFF_S
         return self._decision(now, clock, gain, has_free, self._reason)
 
     def _maybe_rest(self, now: float, clock: LinkClock, gain: float) -> None:
-        is_slow = gain == 1.0
+        is_slow = clock.draft_s is not None and clock.draft_s >= (clock.plain_step_s or math.inf)
         if gain < NOT_WORTH_IT and (is_slow or self.acceptance.count >= 4):
             self._is_resting, self._reason = True, f"expected gain {gain:.2f}"
             self._rest_until = now + FIRST_BACKOFF_S  # probes tell when it would pay again, and cost nobody anything
             self.slow_rests += is_slow
             self.rests += 1
+            self._seen.clear()  # what look-up brings from now on is counted by itself
         elif self._is_losing(clock):
             self._reason = f"{self._rate():.1f} ids/s with hints, {self._streaming_rate(clock):.1f} without"
             self._is_resting = True
             self.rests += 1
             self._rest_from_loss(now)
-        elif self._is_full_window and self._rate() > 1.1 * self._streaming_rate(clock):
-            self.experience.backoff_s = FIRST_BACKOFF_S
+
+    def _is_gaining(self, clock: LinkClock) -> bool:
+        return self._is_full_window and self._rate() > CLEARLY * self._streaming_rate(clock) > 0
 
     def _rest_from_loss(self, now: float) -> None:
         self._rest_until = self._free_rest_until = now + self.experience.backoff_s
@@ -205,12 +212,13 @@ class Controller:
         return sum(seen.ids for seen in self._seen) / max(1e-9, sum(seen.at for seen in self._seen))
 
     def _streaming_rate(self, clock: LinkClock) -> float:
-        """Ids a second without hints: by the time between plain commits, else by plain steps."""
+        """Ids a second without hints, by the time between plain commits; 0 while that is not known."""
         if self.settings.pace is PaceKind.WAIT:
             return 0.0
-        if len(self._plain_gaps) >= 4:
-            return 1 / max(1e-9, sorted(self._plain_gaps)[len(self._plain_gaps) // 2])
-        return 0.0
+        if len(self._plain_gaps) < 4 or clock.plain_step_s is None:
+            return 0.0
+        gap = sorted(self._plain_gaps)[len(self._plain_gaps) // 2]
+        return 1 / max(1e-9, gap, clock.plain_step_s)  # commits that the link brings in bunches are no faster steps
 
     def expected_gain(self, clock: LinkClock, is_free: bool = False) -> float:
         """Ids a second with hints over ids a second without, by the measured times and acceptance.
@@ -228,15 +236,15 @@ class Controller:
         alone = round_trip / (step - draft)
         run = min(share / (1 - share), float(self.settings.depth))
         usable = run * math.pow(share, alone)
-        costs = 1.0 if clock.step_s is None else max(1.0, min(1.5, clock.step_s / step))
+        costs = max(1.0, min(1.5, (clock.hinted_step_s or step) / step))
         return (alone + usable + 1) / (alone + costs * (usable * draft / step + 1))
 
     def _decision(self, now: float, clock: LinkClock, gain: float, has_free: bool, why: str) -> Decision:
         is_on = not self._is_resting and not self.is_stopped and self.settings.depth > 0
         is_drafting = is_on or has_free
-        every_s = max(PROBE_EVERY_S, (clock.draft_s or 0.0) / PROBE_SHARE)
-        is_probe = self._is_resting and not self.is_stopped and now - self._probed_at >= every_s
-        pace = self.settings.pace if is_drafting else PaceKind.RUN_ON
+        is_probe = self._is_resting and not self.is_stopped and now >= self._probe_at
+        waits_for_look_up = has_free and not is_on and self.settings.pace is PaceKind.WAIT
+        pace = self.settings.pace if is_on or waits_for_look_up else PaceKind.RUN_ON
         margin_s = LEAST_MARGIN_S + min(2 * clock.jitter_s, 0.25 * (clock.step_s or 0.0))
         what = "on" if is_on else "by look-up" if has_free else "off"
         text = (

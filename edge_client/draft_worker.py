@@ -1,6 +1,7 @@
 """Runs one draft step at a time on a worker thread and hands its result back to the loop.
 
-Must not know: frames, text. Used by `generate`. A step cannot be interrupted, so whoever leaves waits for it to end.
+Must not know: frames, text. Used by `generate`. A step can be interrupted between chunks of a long
+prompt only, so whoever leaves waits for it to end.
 """
 
 from __future__ import annotations

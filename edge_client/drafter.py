@@ -1,6 +1,6 @@
 """Drafters propose hints: the seam (`Drafter`), and the one that draws from any next-token model by the session's rule.
 
-Must not know: wire, verifier, onnxruntime. Called by `generate` on a worker thread.
+Must not know: wire, verifier, onnxruntime. Called by `draft_worker` on a worker thread.
 Whatever is proposed here can only make ids come sooner; the rules below decide how often it does.
 """
 
@@ -87,8 +87,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, budget: Budget) -> HintTree:
-        """Hints after the synced ids and the budget's path; an empty tree if it has nothing to say (its context may be
-        full)."""
+        """Hints after the synced ids and the budget's path.
+
+        An empty tree right behind the synced ids means that it can hold no more: it is not asked again in this text.
+        """
         ...
 
 

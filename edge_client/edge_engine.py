@@ -8,7 +8,7 @@ reached in time; what it proposes leaves shortly before the verifier's next step
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edge_client.controller import Controller, Decision, EngineSettings, Experience
@@ -120,7 +120,7 @@ class EdgeEngine:
             now, commit.step_us / 1e6, commit.queue_us / 1e6, commit.seen_node, wait_s, is_plain
         )
         self._ids = ids
-        for depth, token in enumerate(ids[self._length :], start=1):
+        for depth, token in enumerate(ids[self._length :], start=self._length - commit.start + 1):
             was_sent = any(child.number for child in self._tree.root.children.values())
             self._judge(token)
             self._tree.advance(token)
@@ -144,12 +144,11 @@ class EdgeEngine:
     def _judge(self, token: int) -> None:
         """What follows the root is known: how often drafters are right is learnt."""
         children = self._tree.root.children
-        best = max(children.values(), key=lambda child: child.chance, default=None)
-        if best is not None and self._source in self._tree.root.heard:
-            self.controller.note_judged(best.token == token, token in children)
+        votes = children[token].votes if token in children else {}
+        if self._source in self._tree.root.heard:
+            self.controller.note_judged(_is_first(votes, self._source), self._source in votes)
         if self._retrieval is not None:
-            name, found = self._retrieval.name, children.get(token)
-            self.controller.note_free(found is not None and found.votes.get(name, (1, 0.0))[0] == 0)
+            self.controller.note_free(_is_first(votes, self._retrieval.name))
 
     def _was_sent_before(self, seen_node: int) -> bool:
         """True if the verifier had some node behind the committed ids, knowing nodes up to this number."""
@@ -176,7 +175,7 @@ class EdgeEngine:
             if self._retrieval is None:
                 self.controller.stop("the draft model's context is full")
         if job.is_probe:
-            self.controller.note_probe(now)
+            self.controller.note_probe(now, took_s)
         self._source = source
         if self._tree.holds(job.node):
             self._tree.add(job.node, proposed, source)
@@ -205,8 +204,10 @@ class EdgeEngine:
         if stop < self._length and tuple(self._ids[job.length : stop]) == job.budget.path:
             passed = DraftNode(job.node.token, job.node.position)
             self._tree.add(passed, proposed, source)
-            if (was_right := self._tree.learn(passed, self._ids[stop])) is not None:
-                self.controller.note_judged(was_right, self._ids[stop] in passed.children)
+            if self._tree.learn(passed, self._ids[stop]) is not None:
+                child = passed.children.get(self._ids[stop])
+                votes = {} if child is None else child.votes
+                self.controller.note_judged(_is_first(votes, source), source in votes)
 
     # ------------------------------------------------------------ retrieval
 
@@ -301,8 +302,7 @@ class EdgeEngine:
         return self.clock.plans_missed(sent_at)
 
     def _is_expandable(self, node: DraftNode) -> bool:
-        asked = any(name != "retrieval" for name in node.heard)
-        return not asked and self._room(node) > 0 and not self._is_stop(node)
+        return self._source not in node.heard and self._room(node) > 0 and not self._is_stop(node)
 
     def _in_time(self, standing: Standing, missed: int) -> float:
         """The chance that drafting on from a node gets ahead of the verifier while the text still follows it.
@@ -360,7 +360,7 @@ class EdgeEngine:
             return True
         draft, step, last = self.clock.draft_s, self.clock.step_s, self.clock.last_commit_at
         if draft is None or step is None or last is None:
-            return len(self.preview()) >= 4
+            return self._job is None or len(self.preview()) >= 4
         cycle_s = now - last + (self.clock.round_trip_s or 0.0) + step
         gained = 1.0 + sum(s.reach for s in self._tree.standings() if s.depth)
         next_gain = self._settings.reach if best is None else best.reach
@@ -389,11 +389,11 @@ class EdgeEngine:
         """Nodes to send, parents first: those that may come in time, and what leads to them."""
         missed = self._missed(now)
         wanted: dict[int, DraftNode] = {}
-        order: list[DraftNode] = []
+        order: list[Standing] = []
         held = 0
         for standing in self._tree.standings():
             node = standing.node
-            order.append(node)
+            order.append(standing)
             held += node.number > 0
             if (
                 node.number
@@ -408,8 +408,12 @@ class EdgeEngine:
             while above is not None and above.parent is not None and not above.number and id(above) not in wanted:
                 wanted[id(above)] = above
                 above = above.parent
-        room = min(self._most_nodes, self.limits.max_held_nodes - held)
-        return [node for node in order if id(node) in wanted][: max(0, room)]
+        room = max(0, min(self._most_nodes, self.limits.max_held_nodes - held))
+        found = [standing for standing in order if id(standing.node) in wanted]
+        if len(found) > room:  # the likeliest; a parent is never less likely than its child, and stands before it
+            kept = {id(s) for s in sorted(found, key=lambda s: (-s.reach, s.depth))[:room]}
+            found = [standing for standing in found if id(standing) in kept]
+        return [standing.node for standing in found]
 
     @property
     def _most_nodes(self) -> int:
@@ -467,3 +471,8 @@ class EdgeEngine:
 
     def _decide(self, now: float) -> Decision:
         return self.controller.decide(now, self.clock, self._has_model)
+
+
+def _is_first(votes: Mapping[str, tuple[int, float]], name: str) -> bool:
+    """True if this was the drafter's likeliest id."""
+    return name in votes and votes[name][0] == 0

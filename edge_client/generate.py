@@ -125,7 +125,7 @@ class Generation:
                             yield event
                             if isinstance(event, Done):
                                 return
-                except (TransportError, Overloaded) as error:
+                except TransportError as error:
                     cut = error
         finally:
             self._worker.interrupt()

@@ -112,14 +112,14 @@ class LinkClock:
         return self._guessed_round_trip if self._round_trip.value is None else self._round_trip.value
 
     @property
-    def is_measured(self) -> bool:
-        """True if the round trip is more than a guess."""
-        return self._round_trip.value is not None
-
-    @property
     def step_s(self) -> float | None:
         """A recent step of the verifier, with what hints it verified."""
         return self._step.value
+
+    @property
+    def hinted_step_s(self) -> float | None:
+        """A recent step that verified hints; None if there was none."""
+        return self._hinted_step.value
 
     @property
     def plain_step_s(self) -> float | None:

@@ -1,6 +1,6 @@
 """A drafter without a model: it proposes what followed where the text stood as it stands now.
 
-Must not know: wire, verifier, onnxruntime, files. Called by `generate` on a worker thread, as any Drafter.
+Must not know: wire, verifier, onnxruntime, files. Called by `edge_engine`, in the event loop.
 It looks in the session's own ids and in what the user accepted before; a proposal costs well under a millisecond.
 """
 

@@ -176,13 +176,15 @@ class SessionStream:
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         receive, self._receive = self._receive, None
-        if receive is not None:
-            receive.cancel()
-            await asyncio.wait({receive})
-            if not receive.cancelled():
-                receive.exception()
-        if connection is not None:
-            await connection.close()
+        try:
+            if receive is not None:
+                receive.cancel()
+                await asyncio.wait({receive})
+                if not receive.cancelled():
+                    receive.exception()
+        finally:
+            if connection is not None:
+                await connection.close()
 
 
 def _pause_s(cause: DraftwireError, backoff_s: float) -> float:

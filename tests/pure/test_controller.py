@@ -42,7 +42,7 @@ def decisions(controller: Controller, clock: LinkClock, start: float, seconds: f
     for n in range(round(100 * seconds)):
         made.append(controller.decide(start + n / 100, clock))
         if made[-1].is_probe:
-            controller.note_probe(start + n / 100)
+            controller.note_probe(start + n / 100, clock.draft_s or 0.0)
     return made
 
 
@@ -104,7 +104,7 @@ def test_look_up_goes_on_alone_where_a_model_does_not_pay(has_model: bool) -> No
     assert decision.is_drafting
     assert not decision.uses_model
     assert "by look-up" in decision.why
-    assert not controller_with(0.9).decide(1.0, slow, has_model).is_drafting
+    assert not controller_with(0.9).decide(1.0, slow).is_drafting
 
 
 def test_look_up_that_is_never_right_does_not_go_on_alone() -> None:
@@ -285,3 +285,32 @@ def test_the_reason_tells_all_that_was_gone_by() -> None:
     why = controller_of(0.9).decide(1.0, clock_of()).why
     for word in ("hints on", "gain", "acceptance 0.9", "round trip 50.0 ms", "step 100.0 ms", "draft 8.0 ms", "pace"):
         assert word in why
+
+
+def test_a_probe_that_takes_long_is_followed_by_a_longer_wait_but_never_by_a_very_long_one() -> None:
+    controller, clock = controller_of(0.0), clock_of()
+    assert not controller.decide(100.0, clock).is_drafting
+    controller.note_probe(100.0, 0.15)
+    assert not controller.decide(101.4, clock).is_probe
+    assert controller.decide(101.6, clock).is_probe
+    controller.note_probe(102.0, 30.0)
+    assert controller.decide(104.1, clock).is_probe
+
+
+def test_a_model_that_rests_leaves_the_past_behind_for_look_up() -> None:
+    """Once wrong: look-up was blamed, in the same moment, for what the model had cost."""
+    controller, clock = controller_with(0.9, 0.95), clock_of(0.1)
+    now = commits(controller, 10.0, [0.1] * 20, 1, is_plain=True)
+    now = commits(controller, now, [0.3] * 30, 2, is_plain=False)
+    for _ in range(40):
+        controller.note_judged(False)
+    decision = controller.decide(now, clock)
+    assert decision.is_drafting
+    assert not decision.uses_model
+
+
+def test_commits_that_come_in_bunches_are_no_fast_streaming() -> None:
+    controller, clock = controller_of(0.9), clock_of(0.1)
+    now = commits(controller, 10.0, [0.0001] * 20, 1, is_plain=True)
+    now = commits(controller, now, [0.15] * 30, 2, is_plain=False)
+    assert controller.decide(now, clock).is_drafting

@@ -156,3 +156,41 @@ def test_under_pace_wait_look_up_is_sent_at_once_where_the_models_context_is_ful
         if len(ids) > 90:
             break
     assert hints > 3
+
+
+def test_what_was_drawn_before_a_model_failed_is_still_sent_after_the_next_commit() -> None:
+    """Once wrong: with nobody left to draft the engine rested, and held back what stood."""
+    engine, job = drafted_not_sent(Rule.REJECTION)
+    engine.model_failed(job, "it broke", 0.1)
+    engine.committed([*PROMPT, 3], Commit(EPOCH, 3, (3,), 0, step_us=20_000), 0.2)
+    assert engine.decision.is_drafting
+    _, hints = drafted_on(engine, 1.0, Rule.REJECTION)
+    assert [hint.ids for hint in hints] == [(4,), (5,)]
+
+
+def test_a_drafter_named_as_look_up_is_asked_about_each_node_once() -> None:
+    engine = engine_of()
+    paths = []
+    for _ in range(4):
+        job = engine.next_job(0.1)
+        assert job is not None
+        paths.append(job.budget.path)
+        token = job.length + len(job.budget.path)
+        engine.drafted(job, HintTree((token,), (-1,), (0.95,)), "retrieval", 0.1, 0.01)
+    assert paths == [(), (3,), (3, 4), (3, 4, 5)]
+
+
+def test_where_there_is_no_room_for_all_the_likeliest_are_sent_and_what_leads_to_them() -> None:
+    engine = engine_of()
+    engine.limits = Limits(max_frame_nodes=3)
+    job = engine.next_job(0.1)
+    assert job is not None
+    engine.drafted(job, HintTree((50, 51, 52), (-1, -1, -1), (0.1, 0.8, 0.05)), "model", 0.1, 0.01)
+    job = engine.next_job(0.1)
+    assert job is not None
+    assert job.budget.path == (51,)
+    engine.drafted(job, HintTree((60, 61), (-1, -1), (0.9, 0.05)), "model", 0.1, 0.01)
+    hint = engine.take_hint(1.0)
+    assert hint is not None
+    assert set(hint.ids) == {51, 60, 50}
+    assert hint.ids.index(51) < hint.ids.index(60)

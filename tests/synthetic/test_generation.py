@@ -434,10 +434,9 @@ async def test_leaving_early_closes_the_session_and_ends_the_draft(run: Callable
     assert drafter.asked == asked
 
 
-async def test_overloaded_in_mid_text_is_bridged_like_a_cut(run: Callable[..., Any]) -> None:
-    # Once wrong: a verifier that had no room after a cut, or gave the place away, ended a text that had begun.
-    first = connection(opened(), commit(3, 80), Overloaded("no room", retry_after_ms=1))
-    second = connection(Fault("resume", "Overloaded", "still none", retry_after_ms=1))
+async def test_a_verifier_without_room_after_a_cut_is_waited_for(run: Callable[..., Any]) -> None:
+    first = connection(opened(), commit(3, 80), TransportError("cut"))
+    second = connection(Fault("resume", "Overloaded", "no room", retry_after_ms=1))
     third = connection(opened(4), commit(4, 81), FINISHED)
     events = await run(first, second, third)
     assert told(events) == [80, 81]
@@ -446,6 +445,12 @@ async def test_overloaded_in_mid_text_is_bridged_like_a_cut(run: Callable[..., A
     assert states == [State.VERIFIED, State.OFFLINE, State.VERIFIED]
     assert isinstance(events[-1], Done)
     assert events[-1].reason is FinishReason.LENGTH
+
+
+async def test_a_verifier_that_ends_a_text_for_want_of_room_is_not_asked_for_it_again(run: Callable[..., Any]) -> None:
+    # It would prefill the whole text and end it again, for ever.
+    with pytest.raises(Overloaded, match="no memory"):
+        await run(connection(opened(), commit(3, 80), Overloaded("no memory for this step")))
 
 
 async def test_a_drafter_that_fails_while_offline_under_local_is_not_asked_again_and_again(
