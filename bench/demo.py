@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     with VerifierProcess(chosen.target, cores={0}, threads=1) as verifier:
         pin_self({1})
         print(verifier.start_line, flush=True)
-        config = ClientConfig(verifier=verifier.address, draft=chosen.draft, precision=chosen.precision, pace="wait")
+        config = ClientConfig(verifier=verifier.address, draft=chosen.draft, precision=chosen.precision)
         return asyncio.run(_show(config, args.tokens))
 
 

@@ -29,7 +29,9 @@ FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.5, 8.0
 PROBE_EVERY_S, PROBE_SHARE, MOST_PROBE_WAIT_S = 0.1, 0.1, 2.0
 """While resting one id is drafted so often, and for this share of the device's time; but where taking in what was
 committed meanwhile takes longer, every two seconds all the same, or the draft would fall behind for ever."""
-LEAST_MARGIN_S = 0.0015
+LEAST_MARGIN_S, MARGIN_SHARE = 0.0015, 0.04
+"""Hints leave at least so long before the last moment, and this share of a step: steps with few hints are a little
+shorter than those with many, and a hint that comes late waits for a whole step."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,8 @@ class Controller:
         is_probe = self._is_resting and not self.is_stopped and now >= self._probe_at
         waits_for_look_up = has_free and not is_on and self.settings.pace is PaceKind.WAIT
         pace = self.settings.pace if is_on or waits_for_look_up else PaceKind.RUN_ON
-        margin_s = LEAST_MARGIN_S + min(2 * clock.jitter_s, 0.25 * (clock.step_s or 0.0))
+        step_s = clock.step_s or 0.0
+        margin_s = LEAST_MARGIN_S + MARGIN_SHARE * step_s + min(2 * clock.jitter_s, 0.25 * step_s)
         what = "on" if is_on else "by look-up" if has_free else "off"
         text = (
             f"hints {what} ({why}), pace {pace.value}; gain {gain:.2f}, acceptance {self.acceptance.share:.2f}, "
