@@ -252,7 +252,8 @@ class Controller:
         what = "on" if is_on else "by look-up" if has_free else "off"
         text = (
             f"hints {what} ({why}), pace {pace.value}; gain {gain:.2f}, acceptance {self.acceptance.share:.2f}, "
-            f"depth {self._depth()}, width {self._width()}, round trip {_ms(clock.round_trip_s)}, "
+            f"depth {self._depth()}, width {self._width()}, "
+            f"round trip {_ms(clock.round_trip_s)}{'' if clock.is_measured else ' (a guess)'}, "
             f"step {_ms(clock.step_s)}, draft {_ms(clock.draft_s)}, margin {_ms(margin_s)}"
         )
         return Decision(

@@ -8,7 +8,7 @@ reached in time; what it proposes leaves shortly before the verifier's next step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edge_client.controller import Controller, Decision, EngineSettings, Experience
@@ -144,11 +144,17 @@ class EdgeEngine:
     def _judge(self, token: int) -> None:
         """What follows the root is known: how often drafters are right is learnt."""
         children = self._tree.root.children
-        votes = children[token].votes if token in children else {}
         if self._source in self._tree.root.heard:
-            self.controller.note_judged(_is_first(votes, self._source), self._source in votes)
+            self._note_judged(self._tree.root, self._source, token)
         if self._retrieval is not None:
-            self.controller.note_free(_is_first(votes, self._retrieval.name))
+            found = children.get(token)
+            self.controller.note_free(found is not None and found.votes.get(self._retrieval.name, (1, 0.0))[0] == 0)
+
+    def _note_judged(self, above: DraftNode, source: str, token: int) -> None:
+        """How good the model is: by the likeliest of the ids that it proposed itself, and by the others."""
+        own = [child for child in above.children.values() if source in child.votes]
+        best = max(own, key=lambda child: child.chance, default=None)
+        self.controller.note_judged(best is not None and best.token == token, any(c.token == token for c in own))
 
     def _was_sent_before(self, seen_node: int) -> bool:
         """True if the verifier had some node behind the committed ids, knowing nodes up to this number."""
@@ -204,10 +210,8 @@ class EdgeEngine:
         if stop < self._length and tuple(self._ids[job.length : stop]) == job.budget.path:
             passed = DraftNode(job.node.token, job.node.position)
             self._tree.add(passed, proposed, source)
-            if self._tree.learn(passed, self._ids[stop]) is not None:
-                child = passed.children.get(self._ids[stop])
-                votes = {} if child is None else child.votes
-                self.controller.note_judged(_is_first(votes, source), source in votes)
+            self._tree.learn(passed, self._ids[stop])
+            self._note_judged(passed, source, self._ids[stop])
 
     # ------------------------------------------------------------ retrieval
 
@@ -471,8 +475,3 @@ class EdgeEngine:
 
     def _decide(self, now: float) -> Decision:
         return self.controller.decide(now, self.clock, self._has_model)
-
-
-def _is_first(votes: Mapping[str, tuple[int, float]], name: str) -> bool:
-    """True if this was the drafter's likeliest id."""
-    return name in votes and votes[name][0] == 0

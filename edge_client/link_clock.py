@@ -117,6 +117,11 @@ class LinkClock:
         return self._step.value
 
     @property
+    def is_measured(self) -> bool:
+        """True if the round trip is more than a guess."""
+        return self._round_trip.value is not None
+
+    @property
     def hinted_step_s(self) -> float | None:
         """A recent step that verified hints; None if there was none."""
         return self._hinted_step.value

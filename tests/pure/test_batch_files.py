@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -327,6 +327,8 @@ def test_another_missing_module_is_not_taken_for_the_edge_extra() -> None:
 def test_the_public_names_are_all_there() -> None:
     import edge_client
 
-    assert all(getattr(edge_client, name).__name__ == name for name in edge_client.__all__)
+    found = {name: getattr(edge_client, name) for name in edge_client.__all__}
+    assert all(value.__name__ == name for name, value in found.items() if name != "Event")
+    assert found["Preview"] in get_args(found["Event"])
     with pytest.raises(AttributeError, match="no_such_name"):
         edge_client.no_such_name  # noqa: B018

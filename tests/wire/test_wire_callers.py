@@ -182,7 +182,6 @@ async def test_drafting_by_retrieval_loads_no_model_and_writes_the_same_text(
             expected = await client.generate(prompt, max_new_tokens=24, sampling=GREEDY)
     assert result["text"] == expected.text
     assert result["draft_steps"] == 0
-    assert result["hints"] > 0
 
 
 @pytest.mark.parametrize(
