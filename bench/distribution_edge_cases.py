@@ -115,6 +115,7 @@ EDGE_BROKEN = (
         "own device sends only likely ids",
         replace(RACE, engine=breakage.OnlyLikely),
         "a hint's presence tells its token",
+        5.0,
     ),
     _broken(
         "own device flushes once an unlikely id was drawn",

@@ -35,8 +35,8 @@ STRONGEST = (
     "noise that forgets its position",
 )
 STRONGEST_OF_THE_EDGE = (
-    "own device sends only likely ids",
     "own device flushes once an unlikely id was drawn",
+    "own device, frames as long as their rows, on a slow uplink",
 )
 
 
