@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cloud_verifier.loading import LoadedTarget
 from cloud_verifier.target_model import RowInput, TorchTarget
 from edge_client.client import SpeculativeClient
-from edge_client.events import Committed, Done, FinishReason, State, StateChanged
+from edge_client.events import Committed, Done, FinishReason, OfflinePolicy, Preview, State, StateChanged
 from edge_client.tokenizer import TextTokenizer
 from edge_client.transport import GrpcTransport
 from shared.errors import DeviceFailure, TransportError
@@ -108,6 +108,43 @@ async def test_a_text_goes_on_at_a_verifier_that_never_saw_it(
     assert ids == truth
     assert states.count(State.OFFLINE) == 2
     assert states[0] is (State.VERIFIED if draft == "none" else State.DRAFTING)
+
+
+async def test_while_the_network_is_away_under_local_text_goes_on_unverified_and_the_target_decides_when_it_is_back(
+    loaded_tiny: LoadedTarget, tiny_pair: TinyPair, plain: PlainTarget, tiny_tokenizer: TextTokenizer
+) -> None:
+    truth = plain.ids(PROMPT, 60, PARAMS, 9)
+    async with serving(loaded_tiny) as running, proxying(running.port) as proxy:
+        address = f"127.0.0.1:{proxy.port}"
+        async with client(address, tiny_pair, "noisy", run_ahead=6) as device, asyncio.timeout(60):
+            ids: list[int] = []
+            states: list[State] = []
+            unverified: list[Preview] = []
+            async for event in device.stream(
+                PROMPT,
+                max_new_tokens=60,
+                sampling=PARAMS,
+                seed=9,
+                stop_ids=(),
+                previews=True,
+                offline=OfflinePolicy.LOCAL,
+            ):
+                match event:
+                    case Committed():
+                        ids += event.ids
+                        if len(ids) > 10 and not unverified and proxy.target_port == running.port:
+                            proxy.target_port = 1  # nobody listens there
+                            proxy.cut_all()
+                    case Preview() if event.is_unverified:
+                        unverified.append(event)
+                        if len(event.ids) >= 12:
+                            proxy.target_port = running.port
+                    case StateChanged():
+                        states.append(event.state)
+    assert ids == truth
+    assert State.UNVERIFIED in states
+    assert [len(preview.ids) for preview in unverified] == sorted(len(preview.ids) for preview in unverified)
+    assert unverified[-1].text == tiny_tokenizer.decode(list(unverified[-1].ids))
 
 
 async def test_a_verifier_restarted_on_its_port_continues_the_text(
