@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from bench.distribution_device import Device
 from edge_client.controller import EngineSettings
-from edge_client.drafter import HintTree, ModelDrafter
+from edge_client.drafter import DraftTask, HintTree, ModelDrafter
 from edge_client.edge_engine import DraftJob, EdgeEngine
-from edge_client.generate import draft_task
 from shared import codec
 from shared.rejection import QRow
 from shared.types import Commit, DownFrame, Finished, Hint, Opened, Pace
@@ -69,7 +68,7 @@ class EdgeDevice(Device):
             self._has_begun = True
             settings = EngineSettings(depth=setting.depth, width=setting.width, pace=setting.pace)
             self.engine = setting.engine(request, settings, has_model=True, experience=self.life.world.experience)
-            task = draft_task(request, opened.seed, self.secret)
+            task = DraftTask.of(request, opened.seed, self.secret)
             self.drafter.begin(replace(task, sampling=setting.draft_sampling or setting.sampling))
             self._pace = request.pace
         self.is_connected = True

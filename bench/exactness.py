@@ -127,15 +127,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def encoded_prompts(chosen: Pair, count: int) -> list[list[int]]:
-    """Spec-Bench questions as chat prompts of the draft's tokenizer, which is the target's."""
+    """Spec-Bench questions as chat prompts."""
+    return encoded(chosen, spec_bench_prompts(count))
+
+
+def encoded(chosen: Pair, prompts: list[str]) -> list[list[int]]:
+    """Questions as chat prompts of the draft's tokenizer, which is the target's."""
     from edge_client.chat_template import ChatTemplate, read_chat_template
 
     folder = resolve(chosen.draft, "draft", chosen.precision)
     tokenizer = TextTokenizer(folder)
     template = ChatTemplate(read_chat_template(folder) or "", tokenizer.special_tokens)
-    return [
-        template.encode_chat([{"role": "user", "content": prompt}], tokenizer) for prompt in spec_bench_prompts(count)
-    ]
+    return [template.encode_chat([{"role": "user", "content": prompt}], tokenizer) for prompt in prompts]
 
 
 def _references(

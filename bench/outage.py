@@ -17,6 +17,7 @@ from typing import Any
 from bench.delay_line import Shape
 from bench.delay_proxy import DelayProxy
 from bench.exactness import SEED, encoded_prompts
+from bench.link_table import first_difference
 from bench.pairs import PAIRS, pair
 from bench.processes import VerifierProcess, machine
 from edge_client.client import ClientConfig, SpeculativeClient
@@ -100,7 +101,8 @@ async def _cut(
                 case StateChanged():
                     states.append(event.state)
                 case Done():
-                    stood = _common(unverified, tuple(ids[held:]))
+                    differs_at = first_difference(unverified, ids[held:])
+                    stood = len(unverified) if differs_at is None else differs_at
                     return {
                         "is_identical": tuple(ids) == whole,
                         "committed_at_cut": held,
@@ -111,13 +113,6 @@ async def _cut(
                         "reconnects": event.report.reconnects,
                     }
     raise AssertionError("a generation ends with Done")
-
-
-def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
-    count = 0
-    while count < min(len(ours), len(theirs)) and ours[count] == theirs[count]:
-        count += 1
-    return count
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -223,7 +223,7 @@ def _synchronous(times: Times) -> dict[str, Callable[[Text], float]]:
 def _propose_and_wait(text: Text, times: Times, length: int, width: int) -> float:
     """A main chain of `length`, `width` alternatives at each of its positions."""
     prompt, ids = list(text.trace.prompt), text.trace.ids
-    at, seconds, caught_up = 0, 0.0, True
+    at, seconds = 0, 0.0
     while at < len(ids):
         path: list[int] = []
         stands = True
@@ -239,8 +239,7 @@ def _propose_and_wait(text: Text, times: Times, length: int, width: int) -> floa
             accepted += 1
             stands = proposed.ids[0] == ids[at + accepted - 1]
             path.append(proposed.ids[0])
-        caught_up = accepted < length
-        seconds += times.draft_s * (length + (0 if caught_up else times.refeed))
+        seconds += times.draft_s * (length + (times.refeed if accepted == length else 0))
         seconds += times.round_trip_s + times.step(1 + length * width)
         at += accepted + 1
     return seconds - times.round_trip_s / 2

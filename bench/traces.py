@@ -15,14 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.exactness import RULES, SEED
+from bench.exactness import RULES, SEED, encoded
 from bench.pairs import PAIRS, Pair, humaneval_prompts, pair, spec_bench_prompts
 from bench.processes import VerifierProcess
-from edge_client.chat_template import ChatTemplate, read_chat_template
 from edge_client.client import ClientConfig, SpeculativeClient
-from edge_client.tokenizer import TextTokenizer
 from shared.errors import ConfigError
-from shared.model_store import resolve
 from shared.randomness import ids_digest
 from shared.types import PaceKind
 
@@ -112,14 +109,6 @@ def load(file: Path, chosen: Pair, sets: list[str], most: int) -> list[Trace]:
             raise ConfigError(f"{file}: the prompts of {name} here are not those that were recorded", field="sets")
         traces.append(Trace(name, tuple(prompt), tuple(entry["ids"]), entry["seed"]))
     return traces
-
-
-def encoded(chosen: Pair, prompts: list[str]) -> list[list[int]]:
-    """Questions as chat prompts of the draft's tokenizer, which is the target's."""
-    folder = resolve(chosen.draft, "draft", chosen.precision)
-    tokenizer = TextTokenizer(folder)
-    template = ChatTemplate(read_chat_template(folder) or "", tokenizer.special_tokens)
-    return [template.encode_chat([{"role": "user", "content": prompt}], tokenizer) for prompt in prompts]
 
 
 async def _record(args: argparse.Namespace, chosen: Pair, address: str, prompts: list[list[int]]) -> list[list[int]]:

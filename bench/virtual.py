@@ -29,9 +29,8 @@ from cloud_verifier.sessions import Session
 from cloud_verifier.step import StepRunner
 from cloud_verifier.step_cost import StepCost
 from edge_client.controller import EngineSettings, Experience
-from edge_client.drafter import Drafter, HintTree
+from edge_client.drafter import Drafter, DraftTask, HintTree
 from edge_client.edge_engine import DraftJob, EdgeEngine
-from edge_client.generate import draft_task
 from shared.codec import encode_down, encode_up
 from shared.sampling import GREEDY, SamplingParams
 from shared.types import Commit, DownFrame, Epoch, Finished, Hint, Limits, Open, Pace, Rule, SessionId
@@ -114,7 +113,7 @@ class World:
         )
         self._drafter = drafter
         if retrieval is not None:
-            retrieval.begin(draft_task(self.request, trace.seed, 0))
+            retrieval.begin(DraftTask.of(self.request, trace.seed))
         self._fed: set[tuple[int, ...]] = {()}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
@@ -212,10 +211,10 @@ class World:
         job = self.engine.next_job(now)
         if job is not None:
             self._at(now + self._draft_s(job), lambda later: self._drafted(later, job, later - now))
-        pace = self.engine.pace(now)
-        if pace is not self._pace:
+        pace, run_ahead = self.engine.pace(now), self.request.run_ahead
+        if pace is not self._pace or self.engine.unacknowledged >= run_ahead // 2:
             self._pace = pace
-            self._send(now, Pace(self.request.epoch, pace, self.request.run_ahead, self.engine.length))
+            self._send(now, Pace(self.request.epoch, pace, run_ahead, self.engine.length))
             self.engine.acknowledged()
         due = self.engine.send_at(now)
         if due is not None and due <= now:
@@ -225,9 +224,6 @@ class World:
         elif due is not None and due < UNLIMITED and (self._timer is None or due < self._timer or self._timer < now):
             self._timer = due
             self._at(due, self._device_turn)
-        if self.engine.unacknowledged >= self.request.run_ahead // 2:
-            self._send(now, Pace(self.request.epoch, pace, self.request.run_ahead, self.engine.length))
-            self.engine.acknowledged()
 
     def _send(self, now: float, frame: Hint | Pace) -> None:
         size = encode_up(frame).ByteSize()

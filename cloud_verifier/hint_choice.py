@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+from shared.fading_share import FadingShare
 from shared.hint_trie import HintTrie, Node
 
 DEPTHS, RANKS = 8, 4
@@ -41,8 +42,8 @@ class Acceptance:
 
     def __init__(self, common: Acceptance | None = None, decay: float = DECAY) -> None:
         self.common = common
-        self._by_place = [[_Share(decay) for _ in range(RANKS)] for _ in range(DEPTHS)]
-        self._by_confidence = [[_Share(decay) for _ in range(len(BIN_EDGES) + 1)] for _ in range(2)]
+        self._by_place = [[FadingShare(decay, PRIOR_TRIES) for _ in range(RANKS)] for _ in range(DEPTHS)]
+        self._by_confidence = [[FadingShare(decay, PRIOR_TRIES) for _ in range(len(BIN_EDGES) + 1)] for _ in range(2)]
 
     def note(self, depth: int, rank: int, is_right: bool, confidence: float | None = None) -> None:
         """A node at `depth` (1: the next id) was judged after its parent had been accepted."""
@@ -61,27 +62,10 @@ class Acceptance:
             prior = FIRST_CHILD_PROBABILITY if rank == 0 else OTHER_CHILD_PROBABILITY
         return self._share(depth, rank, confidence).mixed_with(prior)
 
-    def _share(self, depth: int, rank: int, confidence: float | None) -> _Share:
+    def _share(self, depth: int, rank: int, confidence: float | None) -> FadingShare:
         if confidence is not None:
             return self._by_confidence[min(rank, 1)][bisect_right(BIN_EDGES, confidence)]
         return self._by_place[min(depth, DEPTHS) - 1][min(rank, RANKS - 1)]
-
-
-class _Share:
-    """A share of right ones, old ones fading."""
-
-    def __init__(self, decay: float) -> None:
-        self._decay, self._tries, self._right, self._prior_tries = decay, 0.0, 0.0, PRIOR_TRIES
-
-    def note(self, is_right: bool) -> None:
-        """One more."""
-        self._tries = self._tries * self._decay + 1
-        self._right = self._right * self._decay + is_right
-        self._prior_tries *= self._decay
-
-    def mixed_with(self, prior: float) -> float:
-        """The share, beginning at a prior that counts as much as a few tries and fades like them."""
-        return (self._right + prior * self._prior_tries) / (self._tries + self._prior_tries)
 
 
 @dataclass(frozen=True)

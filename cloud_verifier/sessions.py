@@ -27,7 +27,6 @@ from shared.types import (
     Pace,
     Reason,
     Resume,
-    Rule,
     SessionId,
     Usage,
 )
@@ -72,7 +71,7 @@ class Session:
         self.generated_from = request.generated_from
         self.pace, self.run_ahead, self.ack = request.pace, request.run_ahead, len(request.ids)
         self.counts = Counts.of(request.ids, request.generated_from)
-        self.is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
+        self.is_chain = request.is_chain
         self.trie = HintTrie(
             len(self.ids), self.limits.max_held_nodes, self.limits.remembered_nodes, is_chain=self.is_chain
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from shared.fading_share import FadingShare
+
 BIN_EDGES = (0.01, 0.03, 0.08, 0.16, 0.28, 0.42, 0.56, 0.7, 0.82, 0.9, 0.96, 0.99)
 PRIOR_TRIES = 6.0
 """Tries of the same bin that the drafter's own word counts as much as, before anything was learnt."""
@@ -17,48 +19,33 @@ RECENT_DECAY = 0.9
 MOST, LEAST = 0.995, 0.001
 
 
-class _Bin:
-    """A share of right ones, old ones fading, beginning at a prior."""
-
-    def __init__(self) -> None:
-        self.tries = 0.0
-        self.right = 0.0
-        self.prior = PRIOR_TRIES
-
-    def learn(self, is_right: bool) -> None:
-        self.tries = DECAY * self.tries + 1
-        self.right = DECAY * self.right + is_right
-        self.prior *= DECAY
-
-    def mixed_with(self, told: float) -> float:
-        return (self.right + told * self.prior) / (self.tries + self.prior)
-
-
 class Recent:
     """A share that follows the last dozen tries."""
 
     def __init__(self, first: float, weight: float = 4.0) -> None:
         """`first`: taken to be the share until tries come, as if of `weight` of them."""
-        self._right, self._tries = first * weight, weight
-        self.count = 0
+        self._first, self._share = first, FadingShare(RECENT_DECAY, weight)
 
     @property
     def share(self) -> float:
         """The share of right ones."""
-        return self._right / self._tries
+        return self._share.mixed_with(self._first)
+
+    @property
+    def count(self) -> int:
+        """Tries so far."""
+        return self._share.count
 
     def learn(self, is_right: bool) -> None:
         """One more try."""
-        self._right = RECENT_DECAY * self._right + is_right
-        self._tries = RECENT_DECAY * self._tries + 1
-        self.count += 1
+        self._share.note(is_right)
 
 
 class Calibration:
     """Measured shares by who drafted, whether it was the first choice, and how confident it was."""
 
     def __init__(self) -> None:
-        self._bins: dict[tuple[str, int, int], _Bin] = {}
+        self._bins: dict[tuple[str, int, int], FadingShare] = {}
 
     def chance(self, source: str, rank: int, confidence: float) -> float:
         """The probability that the target chooses such an id where the text stands there."""
@@ -68,7 +55,7 @@ class Calibration:
 
     def learn(self, source: str, rank: int, confidence: float, is_right: bool) -> None:
         """The text stood where such an id was proposed: the target chose it, or not."""
-        self._bins.setdefault(self._key(source, rank, confidence), _Bin()).learn(is_right)
+        self._bins.setdefault(self._key(source, rank, confidence), FadingShare(DECAY, PRIOR_TRIES)).note(is_right)
 
     def _key(self, source: str, rank: int, confidence: float) -> tuple[str, int, int]:
         return source, min(rank, 2), bisect_right(BIN_EDGES, confidence)

@@ -19,10 +19,10 @@ from typing import Any, Literal, Self
 
 from edge_client.chat_template import ChatTemplate
 from edge_client.controller import EngineSettings, Experience
-from edge_client.drafter import Drafter, ModelDrafter
+from edge_client.drafter import Drafter, DraftTask, ModelDrafter
 from edge_client.edge_engine import EdgeEngine
 from edge_client.events import Committed, Done, Event, OfflinePolicy, Piece, Result
-from edge_client.generate import Generation, Manner, draft_task
+from edge_client.generate import Generation, Manner
 from edge_client.retrieval import RetrievalDrafter
 from edge_client.session_stream import OVERLOAD_WAIT_S, RECONNECT_FOR_S, SessionStream
 from edge_client.text import TextStream
@@ -301,7 +301,7 @@ class SpeculativeClient:
             is_look_up = drafter is not None and drafter.name == RetrievalDrafter.name  # the caller's own
             retrieval = RetrievalDrafter(self.user_text) if looks_up and not is_look_up else None
             if retrieval is not None:
-                retrieval.begin(draft_task(request, 0, 0))
+                retrieval.begin(DraftTask.of(request, seed=0))
             generation = Generation(
                 SessionStream(
                     self._connected_transport(), request, self.config.reconnect_for_s, self.config.overload_wait_s
@@ -381,8 +381,7 @@ class SpeculativeClient:
         return self._transport
 
     def _width(self, request: Open, asked: int | None) -> int:
-        is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
-        return 1 if is_chain else asked or self.config.hint_width
+        return 1 if request.is_chain else asked or self.config.hint_width
 
     def _prompt_ids(self, prompt: str | Messages | Sequence[int]) -> list[int]:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):

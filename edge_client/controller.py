@@ -85,10 +85,10 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A commit: when it came, or how long after the one before it, and how many ids it brought."""
+class _Gap:
+    """The time between two commits, and the ids that the second brought."""
 
-    at: float
+    seconds: float
     ids: int
 
 
@@ -99,10 +99,10 @@ class Controller:
         """`has_free`: there is a drafter that costs next to no time."""
         self.settings, self._has_free = settings, has_free
         self.experience = experience or Experience()
-        self._seen: deque[_Seen] = deque()
+        self._seen: deque[_Gap] = deque()
         self._plain_gaps: deque[float] = deque(maxlen=16)
-        self._last: _Seen | None = None
-        self._was_plain = False
+        self._last_at: float | None = None
+        self._was_plain_single = False
         self._is_resting = False
         self._rest_until = self._free_rest_until = self._probe_at = -math.inf
         self._reason = "begins"
@@ -128,14 +128,15 @@ class Controller:
 
     def note_commit(self, now: float, ids: int, is_plain: bool) -> None:
         """A commit of so many ids. `is_plain`: its step had no hints."""
-        if self._last is not None:
-            gap = now - self._last.at
-            if is_plain and self._was_plain and ids == self._last.ids == 1:
-                self._plain_gaps.append(gap)
+        is_plain_single = is_plain and ids == 1
+        if self._last_at is not None:
+            gap_s = now - self._last_at
+            if is_plain_single and self._was_plain_single:
+                self._plain_gaps.append(gap_s)
             if not self._is_resting or (self._has_free and now >= self._free_rest_until):
-                self._seen.append(_Seen(gap, ids))
-        self._last, self._was_plain = _Seen(now, ids), is_plain
-        while len(self._seen) > WINDOW_COMMITS and sum(seen.at for seen in self._seen) > WINDOW_S:
+                self._seen.append(_Gap(gap_s, ids))
+        self._last_at, self._was_plain_single = now, is_plain_single
+        while len(self._seen) > WINDOW_COMMITS and self._seen_s > WINDOW_S:
             self._seen.popleft()
 
     def note_probe(self, now: float, took_s: float) -> None:
@@ -149,7 +150,7 @@ class Controller:
 
     def note_pause(self) -> None:
         """The stream was cut: the time until the next commit says nothing."""
-        self._last = None
+        self._last_at = None
         self._seen.clear()
 
     # ------------------------------------------------------------ choosing
@@ -208,10 +209,14 @@ class Controller:
 
     @property
     def _is_full_window(self) -> bool:
-        return len(self._seen) >= WINDOW_COMMITS and sum(seen.at for seen in self._seen) >= WINDOW_S / 2
+        return len(self._seen) >= WINDOW_COMMITS and self._seen_s >= WINDOW_S / 2
+
+    @property
+    def _seen_s(self) -> float:
+        return sum(gap.seconds for gap in self._seen)
 
     def _rate(self) -> float:
-        return sum(seen.ids for seen in self._seen) / max(1e-9, sum(seen.at for seen in self._seen))
+        return sum(gap.ids for gap in self._seen) / max(1e-9, self._seen_s)
 
     def _streaming_rate(self, clock: LinkClock) -> float:
         """Ids a second without hints, by the time between plain commits; 0 while that is not known."""

@@ -1,7 +1,7 @@
 """Runs one draft step at a time on a worker thread and hands its result back to the loop.
 
-Must not know: frames, text. Used by `generate`. A step can be interrupted between chunks of a long
-prompt only, so whoever leaves waits for it to end.
+Must not know: frames, text. Used by `generate`. A step can be interrupted between chunks of a long prompt only, so
+whoever leaves waits for it to end.
 """
 
 from __future__ import annotations
@@ -84,17 +84,13 @@ class DraftWorker:
         return finished
 
     def interrupt(self) -> None:
-        """A long prompt under way is given up soon; `ended` is to follow."""
+        """A long prompt under way is given up soon, what was taken in so far is kept; `ended` is to follow."""
         if isinstance(self._drafter, LongDrafter):
             self._drafter.interrupt()
 
     async def ended(self, engine: EdgeEngine) -> None:
-        """Waits for a job under way, however often the caller is cancelled, and drops what came of it.
-
-        A long prompt is not taken in to its end: what was taken in so far is kept.
-        """
+        """Waits for a job under way, however often the caller is cancelled, and drops what came of it."""
         cancelled: asyncio.CancelledError | None = None
-        self.interrupt()
         while self.running is not None and not self.running.done():
             try:
                 await asyncio.wait({self.running})

@@ -20,7 +20,7 @@ from shared.errors import ModelError, NumericalError
 from shared.randomness import draft_unit, ids_digest
 from shared.rejection import QRow
 from shared.sampling import Counts, SamplingParams, penalised, warp
-from shared.types import Epoch, Rule
+from shared.types import Epoch, Open, Rule
 
 Row = npt.NDArray[np.float32]
 FEED_CHUNK = 32
@@ -70,6 +70,24 @@ class DraftTask:
     stop_ids: frozenset[int] = frozenset()
     secret: int = 0
     """Keys the draft draws of the rejection rule; the device's own, independent of the seed."""
+
+    @classmethod
+    def of(cls, request: Open, seed: int, secret: int = 0) -> DraftTask:
+        """What there is to know of a session opened so."""
+        return cls(
+            sampling=request.sampling,
+            seed=seed,
+            rule=request.rule,
+            epoch=request.epoch,
+            generated_from=request.generated_from,
+            stop_ids=frozenset(request.stop_ids),
+            secret=secret,
+        )
+
+    @property
+    def is_chain(self) -> bool:
+        """As `Open.is_chain`."""
+        return self.rule is Rule.REJECTION and not self.sampling.is_greedy
 
 
 class Drafter(Protocol):
@@ -245,7 +263,7 @@ class ModelDrafter:
 
     def _draw(self, task: DraftTask, counts: Counts, path: list[int], width: int) -> _Drawn:
         assert self._scores is not None
-        if task.rule is Rule.REJECTION and not task.sampling.is_greedy:
+        if task.is_chain:
             return self._draw_from_quantised(task, counts, path)
         (token, confidence), *others = self._ranked(task, counts, len(path), width)
         return _Drawn(token, confidence, others)

@@ -17,7 +17,7 @@ from edge_client.draft_tree import DraftNode, DraftTree, Standing
 from edge_client.drafter import Budget, Drafter, HintTree
 from edge_client.hint_packer import HintPacker
 from edge_client.link_clock import LinkClock
-from shared.types import Commit, Hint, Limits, Open, Opened, PaceKind, Rule
+from shared.types import Commit, Hint, Limits, Open, Opened, PaceKind
 
 LEAST_CHANCE = 0.03
 """An alternative less likely than this is not sent beside a likelier one."""
@@ -66,7 +66,7 @@ class EdgeEngine:
         """
         self.experience = experience or Experience()
         self._end = min(request.generated_from + request.max_new_tokens, context_size)
-        self._is_chain = request.rule is Rule.REJECTION and not request.sampling.is_greedy
+        self._is_chain = request.is_chain
         self.clock = LinkClock()
         self.counters = Counters()
         self.limits = Limits()

@@ -32,9 +32,9 @@ from edge_client.events import (
 )
 from edge_client.session_stream import SessionStream, cut_or_error
 from edge_client.text import TextStream
-from edge_client.trace import NoTrace, TraceSink
+from edge_client.trace import TraceSink
 from shared.errors import DraftwireError, Overloaded, RemoteProtocolError, TransportError
-from shared.types import Commit, DownFrame, Fault, Finished, Hint, Open, Opened, Pace, PaceKind, Reason, Usage
+from shared.types import Commit, DownFrame, Fault, Finished, Hint, Opened, Pace, PaceKind, Reason, Usage
 
 log = logging.getLogger("draftwire.engine")
 
@@ -76,7 +76,7 @@ class Generation:
         self._stream, self._engine, self._text = stream, engine, text
         self._stream.on_opened = self._begin
         self._drafter, self._worker = drafter, DraftWorker(drafter, executor, clock)
-        self._manner, self._trace, self._clock = manner or Manner(), trace or NoTrace(), clock
+        self._manner, self._trace, self._clock = manner or Manner(), trace or TraceSink(), clock
         self._pace = stream.request.pace
         self._state: State | None = None
         self._preview: tuple[tuple[int, ...], bool] = ((), False)
@@ -396,19 +396,6 @@ class Generation:
     def _begin(self, opened: Opened) -> None:
         now, request = self._clock(), self._stream.request
         if self._drafter is not None and not self._has_begun:
-            self._worker.begin(draft_task(request, opened.seed, self._manner.secret))
+            self._worker.begin(DraftTask.of(request, opened.seed, self._manner.secret))
         self._has_begun = True
         self._engine.opened(opened, self._stream.ids, now, self._stream.answered_s)
-
-
-def draft_task(request: Open, seed: int, secret: int) -> DraftTask:
-    """What a drafter must know of a session."""
-    return DraftTask(
-        sampling=request.sampling,
-        seed=seed,
-        rule=request.rule,
-        epoch=request.epoch,
-        generated_from=request.generated_from,
-        stop_ids=frozenset(request.stop_ids),
-        secret=secret,
-    )

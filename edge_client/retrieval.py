@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from edge_client.drafter import Budget, DraftTask, HintTree
 from edge_client.suffix_index import MAX_MATCH, Continuation, SuffixIndex
 from edge_client.user_text import UserText
-from shared.types import Rule
 
 SESSION_SHORTEST = 2
 """Shortest match that counts in the session's ids. What followed a match of one id was right in 22 % of all cases."""
@@ -58,7 +57,7 @@ class RetrievalDrafter:
 
     def _may_go_on(self, task: DraftTask, path: tuple[int, ...]) -> bool:
         """False where nothing may follow, and under the rejection rule, which judges by the rows of a distribution."""
-        if task.rule is Rule.REJECTION and not task.sampling.is_greedy:
+        if task.is_chain:
             return False
         last = self._index.ids(max(task.generated_from, self._index.end - 1), self._index.end)
         return task.stop_ids.isdisjoint((*last, *path))

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
 
 from shared.errors import ConfigError
 
@@ -40,16 +39,15 @@ class Track(Enum):
 PROCESSES = {1: "device", 2: "verifier"}
 
 
-class TraceSink(Protocol):
-    """Where the generation loop tells what it does. All times are seconds of one clock; every call is cheap."""
+class TraceSink:
+    """Where the generation loop tells what it does; this one records nothing, `Trace` all. All times are seconds of one
+    clock; every call is cheap."""
 
     def drafted(self, start_s: float, end_s: float, path_length: int, nodes: int, drafter: str) -> None:
         """One draft step: `nodes` ids were proposed after a path of `path_length` ids past the committed ones."""
-        ...
 
     def hint_sent(self, at_s: float, first_node: int, nodes: int, size_bytes: int) -> None:
         """One Hint went up: nodes numbered from `first_node`, in so many protobuf bytes."""
-        ...
 
     def commit_received(
         self,
@@ -67,39 +65,9 @@ class TraceSink(Protocol):
         """One Commit came down. The verifier's clock is not known: its step is taken to have ended half a round trip
         ago. `step_us` 0: ids told again after a resume, no step. `text`: what the ids made final.
         """
-        ...
 
     def state(self, at_s: float, state: str, detail: str = "") -> None:
         """Text comes in another way from now on (drafting, verified, offline, ...), until the next call."""
-        ...
-
-
-class NoTrace:
-    """A TraceSink that keeps nothing."""
-
-    def drafted(self, start_s: float, end_s: float, path_length: int, nodes: int, drafter: str) -> None:
-        """Nothing."""
-
-    def hint_sent(self, at_s: float, first_node: int, nodes: int, size_bytes: int) -> None:
-        """Nothing."""
-
-    def commit_received(
-        self,
-        at_s: float,
-        start: int,
-        ids: Sequence[int],
-        accepted: int,
-        *,
-        step_us: int,
-        queue_us: int,
-        round_trip_s: float,
-        seen_node: int,
-        text: str = "",
-    ) -> None:
-        """Nothing."""
-
-    def state(self, at_s: float, state: str, detail: str = "") -> None:
-        """Nothing."""
 
 
 @dataclass(slots=True)
@@ -115,7 +83,7 @@ class _Event:
     arrow: int = 0
 
 
-class Trace:
+class Trace(TraceSink):
     """A TraceSink that keeps everything up to `max_events`, then only counts. Calls for one track come in order, from
     one thread at a time; draft steps may come from another thread than the rest.
 

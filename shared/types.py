@@ -87,6 +87,11 @@ class Open:
         """True if some ids were generated before, elsewhere."""
         return self.generated_from < len(self.ids)
 
+    @property
+    def is_chain(self) -> bool:
+        """True if hints are judged by the rejection rule: chains with their rows only."""
+        return self.rule is Rule.REJECTION and not self.sampling.is_greedy
+
 
 @dataclass(frozen=True)
 class Resume:
