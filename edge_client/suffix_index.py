@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SESSION_GROUPS = (2, 4, 8)
-"""Lengths of the groups that are chained: the shortest is the shortest match found. Three cost about 1.5 us an id."""
+"""Lengths of the groups that are chained: the shortest is the shortest match found."""
 BUCKETS = 1 << 14
 """Chains for each group length. Groups may share one: each place is compared before it counts."""
 MAX_MATCH = 32
