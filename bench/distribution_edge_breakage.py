@@ -60,7 +60,8 @@ class UnlikelySooner(EdgeEngine):
     def send_at(self, now: float) -> float | None:
         """See EdgeEngine."""
         due = super().send_at(now)
-        return now if due is not None and self._is_urgent(self._pending(now)) else due
+        unsent = [s.node for s in self._tree.standings() if s.depth and not s.node.number]
+        return now if due is not None and self._is_urgent(unsent) else due
 
     def _is_urgent(self, nodes: Iterable[DraftNode]) -> bool:
         return any(_told(node) < UNLIKELY for node in nodes)

@@ -137,7 +137,7 @@ EDGE_BROKEN = (
         "own device flushes by the look of a later row",
         replace(RACE, engine=breakage.UnsureSooner, depth=3, limits=Limits(max_wait_ms=25)),
         "the later row follows from the token before it",
-        1.5,
+        8.0,
     ),
     _broken(
         "own device, frames as long as their rows, on a slow uplink",
