@@ -11,6 +11,14 @@ from tests.tiny_pair import TinyPair, build_pair
 SMOLLM2 = "smollm2-135m"
 
 
+@pytest.fixture
+def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that never rest: whether hints pay is measured in seconds, and on a busy machine they may not."""
+    from edge_client.controller import Controller
+
+    monkeypatch.setattr(Controller, "_maybe_rest", lambda *args: None)
+
+
 @pytest.fixture(scope="session")
 def one_torch_thread() -> None:
     """Tiny forwards are faster, and the same to the last bit, on one thread."""

@@ -90,6 +90,7 @@ def test_generate_and_one_forward_an_id_agree(own: Any) -> None:
     assert plain_ids(own, prompt, GREEDY, (2,))[:4] == ids[len(prompt) :]
 
 
+@pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "agreement"])
 async def test_the_real_pair_writes_the_targets_own_ids(

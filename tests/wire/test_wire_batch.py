@@ -347,6 +347,7 @@ async def test_another_target_in_mid_run_is_refused_rather_than_mixed(
 # ---------------------------------------------------------------- one copy of the draft, several texts
 
 
+@pytest.mark.usefixtures("always_drafts")
 async def test_texts_at_once_share_one_copy_of_the_drafts_weights_and_no_cache(
     loaded_tiny: LoadedTarget, tiny_pair: TinyPair, plain: PlainTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

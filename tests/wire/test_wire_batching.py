@@ -72,6 +72,7 @@ async def blocked(running: Running) -> AsyncIterator[None]:
         gate.set()
 
 
+@pytest.mark.usefixtures("always_drafts")
 async def test_twelve_devices_that_come_and_go_each_get_the_targets_own_text(
     loaded_tiny: LoadedTarget, tiny_pair: TinyPair, plain: PlainTarget
 ) -> None:

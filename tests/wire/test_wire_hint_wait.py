@@ -30,6 +30,8 @@ async def test_waits_and_steps_of_hints_fit_into_the_time_between_hint_and_commi
             commit = await stream.until(Commit)
             while commit.seen_node < node:
                 assert commit.hint_wait_us is None
+                # credit, in case the verifier had spent it before the hint came
+                await stream.send(Pace(EPOCH, PaceKind.RUN_ON, 4, 3 + len(stream.ids)))
                 commit = await stream.until(Commit)
             assert commit.hint_wait_us is not None
             waits += commit.hint_wait_us
