@@ -7,7 +7,6 @@ import logging
 import random
 import socket
 import threading
-import time
 import urllib.request
 from dataclasses import fields, replace
 
@@ -277,19 +276,6 @@ def test_no_update_is_lost_between_threads() -> None:
     assert values["steps_total", ()] == values["refused_total", ("draining",)] == 8000
 
 
-def test_a_step_is_counted_in_a_small_part_of_a_millisecond() -> None:
-    """The aim is 60 us and 10 to 15 us were measured; the bound is for a busy machine."""
-    counted = GuardedObserver(observer())
-    report = replace(PLAIN, offered_by_depth=(4,) * 16, accepted_by_depth=(3,) * 16)
-    best_s = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        for _ in range(500):
-            counted.step(report)
-        best_s = min(best_s, (time.perf_counter() - started) / 500)
-    assert best_s < 200e-6
-
-
 # ---------------------------------------------------------------- observers that fail
 
 
@@ -392,9 +378,7 @@ def test_a_peer_that_says_nothing_or_leaves_keeps_nobody_waiting() -> None:
             gone.sendall(b"GET / HT")
             gone.close()
             assert "draftwire_steps_total 0.0" in get(port)
-            started = time.monotonic()
-            server.close()
-            assert time.monotonic() - started < 5
+            server.close()  # comes back
     finally:
         server.server_close()
 

@@ -282,11 +282,8 @@ def test_a_server_of_another_kind_is_no_answer(reply: bytes) -> None:
 
 
 def test_an_endpoint_that_accepts_and_says_nothing_is_given_up() -> None:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:
-        started = time.monotonic()
-        with pytest.raises(NoAnswer, match="timed out"):
-            fetch(f"127.0.0.1:{silent.server_port}", timeout_s=0.2)
-        assert time.monotonic() - started < 5
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent, pytest.raises(NoAnswer, match="timed out"):
+        fetch(f"127.0.0.1:{silent.server_port}", timeout_s=0.2)
 
 
 # ---------------------------------------------------------------- as a process
