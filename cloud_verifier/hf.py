@@ -254,6 +254,19 @@ class CausalLm:
             output = self.model(input_ids=torch.tensor([ids], device=device), use_cache=False)
         return torch.as_tensor(output.logits[0]).float()
 
+    @torch.inference_mode()
+    def own_text(self, beginning: list[int], length: int) -> list[int]:
+        """A beginning and the ids that the model itself finds likeliest after it, `length` in all."""
+        ids = list(beginning)
+        held: Any = None
+        with self._own():
+            while len(ids) < length:
+                fresh = torch.tensor([ids if held is None else ids[-1:]], device=self.model.device)
+                output = self.model(input_ids=fresh, use_cache=True, past_key_values=held)
+                held = output.past_key_values
+                ids.append(int(output.logits[0, -1].argmax()))
+        return ids
+
     def compile(self) -> None:
         """Compiles the layers with torch.compile; attention and pages stay outside, so that shapes may vary."""
         self.model.compile(dynamic=True)
@@ -301,6 +314,15 @@ def _laid_out(model: Any) -> Any:
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = module.weight.data.t().contiguous().t()
     return model
+
+
+def text_ids(folder: Path, text: str) -> list[int]:
+    """A text's ids by a model folder's tokenizer.json, without special tokens. Raises: ModelLoadError naming it."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{folder / 'tokenizer.json'} cannot be read: {_first_line(error)}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:

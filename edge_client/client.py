@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from edge_client.chat_template import ChatTemplate
 from edge_client.controller import EngineSettings, Experience
+from edge_client.draft_check import warn_if_unlike_its_source
 from edge_client.drafter import Drafter, DraftTask, ModelDrafter
 from edge_client.edge_engine import EdgeEngine
 from edge_client.events import Committed, Done, Event, OfflinePolicy, Piece, Result
@@ -180,7 +181,9 @@ class SpeculativeClient:
         from edge_client.onnx_drafter import OnnxModel  # onnxruntime: not before a drafter is wanted
 
         assert self._tokenizer is not None
-        model = OnnxModel(resolve(self.config.draft, "draft", self.config.precision), self.config.threads)
+        folder = resolve(self.config.draft, "draft", self.config.precision)
+        model = OnnxModel(folder, self.config.threads)
+        warn_if_unlike_its_source(model.another(), folder)
         valid = self._tokenizer.vocabulary.valid_mask(model.vocabulary_rows)
         models = [model, *(model.another() for _ in range(self._concurrency - 1))]
         return [ModelDrafter(each, valid) for each in models]

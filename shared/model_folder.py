@@ -142,6 +142,27 @@ def seal(folder: Path, facts: dict[str, str], progress: Progress) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
+def add_sealed(folder: Path, file: Path, progress: Progress) -> None:
+    """Moves a file of the staging folder into a sealed folder, and into its manifest; whoever loads meanwhile may."""
+    file.chmod(0o644)
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest["files"] |= _hashes(file.parent, [file.name], progress, "hashing")
+    fresh = file.with_name(MANIFEST)
+    fresh.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    os.rename(file, folder / file.name)
+    os.rename(fresh, folder / MANIFEST)
+
+
+def has_one_origin(folder: Path, other: Path) -> bool:
+    """Whether the manifests of two sealed folders tell of the same weights."""
+    try:
+        first, second = (json.loads((each / MANIFEST).read_text(encoding="utf-8")) for each in (folder, other))
+        origins = [(said.get("hub_id"), said.get("source_sha256")) for said in (first, second)]
+    except (OSError, ValueError, AttributeError):
+        return False
+    return origins[0] == origins[1] != (None, None)
+
+
 def _manifest_files(folder: Path) -> dict[str, dict[str, Any]] | None:
     """What the manifest says of each file; None if it cannot be read."""
     try:

@@ -134,13 +134,17 @@ def _folder_bytes(folder: Path) -> int:
     return total
 
 
+def not_installed(modules: Sequence[str]) -> list[str]:
+    """Those of the modules that cannot be imported here."""
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
 def require(modules: Sequence[str], doing: str) -> None:
     """Refuses at once what would fail for want of an installed package.
 
     Raises: ModelLoadError naming the extra to install.
     """
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := not_installed(modules):
         raise ModelLoadError(
             f"{doing} needs {', '.join(missing)}: pip install 'draftwire[export]', or do it on another machine"
         )

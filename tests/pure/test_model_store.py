@@ -55,7 +55,16 @@ def no_hub(hub_id: str, folder: Path | None) -> Path:
 
 def make_store(base: Path, bundle: Bundle = BUNDLE) -> Store:
     fake = (sys.executable, str(FAKE), str(base / "state"))
-    tools = Tools(pip=fake, convert=fake, export=fake, convert_needs=(), export_needs=(), snapshot=no_hub)
+    tools = Tools(
+        pip=fake,
+        convert=fake,
+        export=fake,
+        choose=(*fake, "choose"),
+        measure=(*fake, "measure"),
+        convert_needs=(),
+        export_needs=(),
+        snapshot=no_hub,
+    )
     return Store(root=base / "cache", bundles=(bundle,), tools=tools)
 
 
@@ -125,7 +134,7 @@ def test_a_draft_is_exported_in_the_precision_asked_for_and_its_target_is_not_ke
 def test_a_draft_is_exported_from_the_pulled_target_if_there_is_one(store: Store, base: Path) -> None:
     store.pull("fake", "target")
     store.pull("fake", "draft")
-    assert calls(base) == ["download", "convert-gguf", "export"]
+    assert calls(base) == ["download", "convert-gguf", "export", "choose", "measure"]
 
 
 def test_a_second_pull_runs_nothing_and_force_builds_again(store: Store, base: Path) -> None:

@@ -54,7 +54,11 @@ def test_list_shows_what_is_ready(store: Store, capsys: pytest.CaptureFixture[st
     store.pull("fake", "target")
     store.pull("fake", "draft")
     run("models", "list")
-    assert "target ready, draft ready (int4)" in capsys.readouterr().out
+    assert "target ready, draft ready (int4 agrees 0.75)" in capsys.readouterr().out
+    (store.folder(store.find("fake"), "draft") / "self_test.json").unlink()
+    store.pull("fake", "draft", precision="fp32")
+    run("models", "list")
+    assert "target ready, draft ready (int4, fp32 agrees 0.75)" in capsys.readouterr().out
 
 
 def test_list_as_json_gives_the_folders(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +66,7 @@ def test_list_as_json_gives_the_folders(store: Store, capsys: pytest.CaptureFixt
     assert run("models", "list", "--json") == 0
     (described,) = json.loads(capsys.readouterr().out)
     assert described["ready"] == {"draft-int4": str(folder)}
+    assert described["agreement"] == {"draft-int4": 0.75}
     assert described["size_bytes"] == len(PAYLOAD)
 
 

@@ -1,0 +1,173 @@
+"""C33: a draft that chooses otherwise than the model it was made of, on this machine, is warned of at load."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cloud_verifier import draft_choices
+from edge_client import draft_check
+from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.draft_check import SINGLY, agreement_of
+from edge_client.drafter import ModelDrafter
+from edge_client.onnx_drafter import OnnxModel
+from shared.errors import ModelError
+from shared.self_test import SELF_TEST, TEXT_IDS, SelfTest, read_self_test
+from tests.oracle import PlainTarget
+from tests.tiny_pair import TinyPair
+
+LOGGER = "draftwire.draft"
+
+
+@pytest.fixture(scope="module")
+def right(tiny_pair: TinyPair) -> SelfTest:
+    """The self-test of a draft of the tiny target."""
+    return draft_choices.choices_of(tiny_pair.target, "fp32")
+
+
+@pytest.fixture
+def load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., list[logging.LogRecord]]:
+    """Loads a copy of a draft as a client does, with a self-test beside it; what was logged."""
+
+    def loaded(draft: Path, test: SelfTest | str | None) -> list[logging.LogRecord]:
+        folder = tmp_path / "draft"
+        shutil.copytree(draft, folder, dirs_exist_ok=True)
+        if isinstance(test, SelfTest):
+            test.write(folder / SELF_TEST)
+        elif test is not None:
+            (folder / SELF_TEST).write_text(test)
+        client = SpeculativeClient(ClientConfig(draft=str(folder)), concurrency=2)
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, LOGGER):
+            client._load_text()
+            drafters = client._build_drafters()
+        for drafter in drafters:
+            assert isinstance(drafter, ModelDrafter)
+            assert isinstance(drafter.model, OnnxModel)
+            assert drafter.model.length == drafter.model._capacity == 0, "nothing of the test is kept"
+        return [record for record in caplog.records if record.name == LOGGER]
+
+    return loaded
+
+
+def test_the_source_is_asked_after_every_id_of_texts_that_it_wrote_itself(
+    right: SelfTest, tiny_pair: TinyPair, plain: PlainTarget
+) -> None:
+    assert [len(text) for text in right.texts] == [TEXT_IDS] * 2
+    for text, choices in zip(right.texts, right.choices, strict=True):
+        assert list(choices) == plain.rows(text).argmax(axis=1).tolist()
+        assert text[draft_choices.BEGINNING_IDS :] == choices[draft_choices.BEGINNING_IDS - 1 : -1]
+    assert len(set(right.texts)) == 2
+
+
+def test_a_draft_that_agrees_is_loaded_in_silence(load: Any, right: SelfTest, tiny_pair: TinyPair) -> None:
+    (record,) = load(tiny_pair.same_draft, right)
+    assert record.levelno == logging.DEBUG
+    assert "agrees with the model it was made of in 1.00" in record.getMessage()
+
+
+def test_a_draft_that_chooses_otherwise_is_warned_of_by_folder_figure_bound_and_remedy(
+    load: Any, right: SelfTest, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    (record,) = load(tiny_pair.noisy_draft, right)
+    agreement = agreement_of(OnnxModel(tiny_pair.noisy_draft), right)
+    assert 0.1 < agreement < right.bound
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    assert message.startswith(f"the draft in {tmp_path / 'draft'} agrees")
+    for part in (f" {agreement:.2f} of its self-test", "below the bound of 0.97 for fp32", "--precision int8", "stays"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_draft_without_a_self_test_is_loaded_with_a_debug_line(load: Any, tiny_pair: TinyPair) -> None:
+    (record,) = load(tiny_pair.noisy_draft, None)
+    assert record.levelno == logging.DEBUG
+    assert "it is not tested" in record.getMessage()
+
+
+DAMAGE = ["", "{}", "\0" * 50, '{"version": 1}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("content", DAMAGE, ids=["empty", "bare", "zeros", "half", "deep"])
+def test_a_damaged_self_test_is_a_warning_and_the_draft_is_used(load: Any, tiny_pair: TinyPair, content: str) -> None:
+    (record,) = load(tiny_pair.same_draft, content)
+    assert record.levelno == logging.WARNING
+    assert "could not be tested" in record.getMessage()
+    assert SELF_TEST in record.getMessage()
+
+
+def test_ids_that_the_draft_does_not_have_are_a_warning_too(load: Any, right: SelfTest, tiny_pair: TinyPair) -> None:
+    """A file of another model."""
+    foreign = SelfTest("fp32", 0.97, 1.0, ((5, 1 << 20), (6,)), ((1, 2), (3,)))
+    (record,) = load(tiny_pair.same_draft, foreign)
+    assert record.levelno == logging.WARNING
+    assert "could not be tested: the draft model failed" in record.getMessage()
+
+
+def test_a_draft_of_a_short_context_is_tested_up_to_it(load: Any, right: SelfTest, tiny_pair: TinyPair) -> None:
+    model = OnnxModel(tiny_pair.same_draft)
+    model.context_size = 5
+    assert agreement_of(model, right) == 1.0
+    assert model.length == 5
+
+
+class Scripted:
+    """Chooses as the source does, but for the first so many ids that it is fed alone, or together with others."""
+
+    context_size = 512
+
+    def __init__(self, test: SelfTest, wrong_alone: int = 0, wrong_together: int = 0) -> None:
+        self.told: dict[tuple[int, ...], int] = {}
+        for text, choices in zip(test.texts, test.choices, strict=True):
+            self.told |= {text[: place + 1]: choice for place, choice in enumerate(choices)}
+        self.wrong_alone, self.wrong_together = wrong_alone, wrong_together
+        self.held: tuple[int, ...] = ()
+        self.fed: list[int] = []
+
+    def rewind(self, length: int) -> None:
+        self.held = self.held[:length]
+
+    def feed_chunk(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        self.fed.append(len(ids))
+        scores = np.zeros((len(ids), 512), dtype=np.float32)
+        for row, token in enumerate(ids):
+            self.held += (token,)
+            kind = "wrong_alone" if len(ids) == 1 else "wrong_together"
+            is_wrong = getattr(self, kind) > 0
+            setattr(self, kind, getattr(self, kind) - is_wrong)
+            scores[row, (self.told[self.held] + is_wrong) % 512] = 1
+        return scores
+
+
+def test_instructions_that_fail_for_one_row_or_for_many_are_both_found_out(right: SelfTest) -> None:
+    """Two chunks and eight ids alone: a processor has other instructions for them, and drafts are mostly alone."""
+    model = Scripted(right)
+    assert agreement_of(model, right) == 1.0
+    assert model.fed == [TEXT_IDS, TEXT_IDS, *[1] * SINGLY]
+    assert agreement_of(Scripted(right, wrong_together=16), right) == 0.75
+    assert agreement_of(Scripted(right, wrong_alone=1), right) == 1 - 1 / SINGLY
+    assert agreement_of(Scripted(right, wrong_alone=SINGLY), right) == 0.0
+    assert agreement_of(Scripted(right, wrong_together=8, wrong_alone=1), right) == 1 - 1 / SINGLY
+
+
+def test_both_halves_run_as_the_model_store_runs_them(right: SelfTest, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file = tmp_path / SELF_TEST
+    assert draft_choices.main([str(tiny_pair.target), "fp32", str(file)]) == 0
+    assert read_self_test(file) == right
+    assert json.loads(file.read_text())["agreement"] == 0.0
+    assert draft_check.main([str(tiny_pair.same_draft), str(file)]) == 0
+    measured = read_self_test(file)
+    assert measured is not None
+    assert measured.agreement == 1.0
+    assert measured.choices == right.choices
+    with pytest.raises(ModelError):
+        draft_check.main([str(tiny_pair.same_draft), str(tmp_path / "none")])
