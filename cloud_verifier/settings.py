@@ -31,7 +31,7 @@ class VerifierConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto is float32 on CPU, bfloat16 on CUDA."""
     threads: int = 0
-    """CPU threads of PyTorch; 0 leaves its default."""
+    """CPU threads of PyTorch; 0 is its own choice, no more than the process may use by its control group's quota."""
     kv_memory: str = "auto"
     """Memory for keys and values, such as 800MiB, 2GiB or a number of bytes; auto is 1 GiB on CPU, on CUDA 85 % of what
     the weights leave free. What does not fit is computed again when it is wanted."""

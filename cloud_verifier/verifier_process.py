@@ -28,6 +28,7 @@ from cloud_verifier.settings import VerifierConfig, memory_bytes
 from cloud_verifier.step_cost import StepCost
 from cloud_verifier.step_log import StepLog
 from cloud_verifier.torch_engine import TorchEngine
+from shared.cores import usable_cores
 from shared.errors import DeviceFailure
 from shared.model_store import resolve
 
@@ -40,10 +41,20 @@ SECOND_SIGNAL_CODE = 130
 T = TypeVar("T")
 
 
+def set_threads(threads: int) -> None:
+    """As many CPU threads for PyTorch as the setting says; 0 is its own choice within the control group's quota.
+
+    PyTorch goes by affinity and OMP_NUM_THREADS: who sets that has chosen.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+
+
 def load(config: VerifierConfig) -> LoadedTarget:
     """The target that the settings name."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     folder = resolve(config.model, "target")
     kv_bytes = memory_bytes(config.kv_memory)
     return load_target(

@@ -6,7 +6,6 @@ Must not know: gRPC, protobuf, onnxruntime (imported when a drafter is built). S
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from edge_client.trace import TraceSink
 from edge_client.transport import GrpcTransport, Transport
 from edge_client.user_text import UserText
 from shared.config import check_ranges
+from shared.cores import usable_cores
 from shared.errors import ConfigError, ModelMismatch
 from shared.fingerprint import Fingerprint, check_compatible, fingerprint
 from shared.model_store import resolve
@@ -116,7 +116,7 @@ class SpeculativeClient:
         """`transport`, `drafter` and `tokenizer` replace what the settings would give; apps leave them out.
 
         Each of `concurrency` texts drafts with keys and values of its own, over one copy of the draft's weights and
-        on no more threads than there are cores. Raises: ConfigError.
+        on no more threads than this process may use cores. Raises: ConfigError.
         """
         most = MAX_CONCURRENCY if drafter is None else 1
         if not 1 <= concurrency <= most:
@@ -125,7 +125,7 @@ class SpeculativeClient:
         self._transport, self._drafter, self._tokenizer = transport, drafter, tokenizer
         self._card: ModelCard | None = None
         self._concurrency = concurrency
-        threads = max(1, min(concurrency, _cores() // self.config.threads))
+        threads = max(1, min(concurrency, usable_cores() // self.config.threads))
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="draftwire-draft")
         self._places = asyncio.Semaphore(concurrency)
         self._idle = [] if drafter is None else [drafter]
@@ -410,11 +410,6 @@ class SpeculativeClient:
                 field="prompt",
             )
         return min(max_new_tokens, self.card.limits.max_new_tokens)
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _checked_stops(stop: str | Sequence[str]) -> list[str]:

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shared.cores
+from cloud_verifier.verifier_process import set_threads
 from edge_client.client import ClientConfig, SpeculativeClient
 from edge_client.onnx_drafter import OnnxModel
 from tests.tiny_pair import TinyPair
@@ -62,10 +65,30 @@ print(json.dumps(told))
 """Counts the threads of a process that may use one core, whatever its host has; `argv[2]` is the `threads` setting."""
 
 
-def on_one_core(folder: Path, threads: int) -> dict[str, Any]:
-    """What the script told, with nothing in the log."""
+IDLE = """
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from edge_client.onnx_drafter import OnnxModel
+
+model, drawn = OnnxModel(Path(sys.argv[1]), int(sys.argv[2])), [70]
+models, busy_s, idle_s = (model, model.another()), 0.0, 0.0
+with ThreadPoolExecutor(2) as executor:
+    for _ in range(40):
+        jobs = [executor.submit(each.feed, drawn[-1:]) for each in models]
+        drawn += [int(job.result().argmax()) for job in jobs][:1]
+        began, spent = time.monotonic(), time.process_time()
+        time.sleep(0.02)  # being idle is what is looked at
+        busy_s, idle_s = busy_s + time.process_time() - spent, idle_s + time.monotonic() - began
+print(json.dumps({"busy": busy_s / idle_s, "ids": len(drawn)}))
+"""
+"""Processor time over time while nothing is drafted, between drafts on two threads; `argv[2]` threads in each."""
+
+
+def told_by(script: str, folder: Path, threads: int) -> dict[str, Any]:
+    """What a script told, with nothing in the log."""
     process = subprocess.run(
-        [sys.executable, "-c", ON_ONE_CORE, str(folder), str(threads)],
+        [sys.executable, "-c", script, str(folder), str(threads)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -110,10 +133,58 @@ def test_a_client_has_no_more_threads_than_the_cores_that_its_process_may_use(mo
         assert workers == concurrency or (workers + 1) * threads > cores
 
 
+@pytest.mark.parametrize(("cores", "quota", "workers"), [(64, 3, 3), (2, 3, 2), (64, None, 8), (64, 1, 1)])
+def test_a_client_in_a_container_goes_by_its_quota_of_processor_time(
+    monkeypatch: pytest.MonkeyPatch, cores: int, quota: int | None, workers: int
+) -> None:
+    """C31. Once wrong: affinity alone was asked, and under a quota of 3 of 64 cores 8 threads waited for their turn."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(shared.cores, "cpu_quota", lambda root: quota)
+    assert SpeculativeClient(concurrency=8)._executor._max_workers == workers
+    explicit = SpeculativeClient(ClientConfig(threads=16), concurrency=8)
+    assert explicit.config.threads == 16, "an explicit setting wins"
+    assert explicit._executor._max_workers == max(1, min(quota or cores, cores) // 16)
+
+
+@pytest.mark.parametrize(
+    ("setting", "of_torch", "quota", "environment", "expected"),
+    [
+        (0, 64, 3, "", 3),
+        (0, 2, 3, "", 2),
+        (0, 8, None, "", 8),
+        (5, 64, 3, "", 5),
+        (5, 2, 3, "16", 5),
+        (0, 16, 3, "16", 16),
+    ],
+)
+def test_a_verifier_goes_by_its_quota_unless_a_setting_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, setting: int, of_torch: int, quota: int | None, environment: str, expected: int
+) -> None:
+    """C31: `--threads`, then OMP_NUM_THREADS, then PyTorch's choice within the quota, of which it does not know."""
+    threads = [of_torch]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(shared.cores, "cpu_quota", lambda root: quota)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    if environment:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    else:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    set_threads(setting)
+    assert threads[-1] == expected
+
+
+def test_between_drafts_no_thread_looks_for_work(tiny_pair: TinyPair) -> None:
+    """C31: 40 rests of 20 ms. Threads that spin are busy all that time; those that sleep use next to nothing of it."""
+    told = told_by(IDLE, tiny_pair.same_draft, 2)
+    assert told["ids"] == 41
+    assert told["busy"] < 0.2
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_on_one_core_of_a_larger_host_eight_texts_draft_on_one_thread(tiny_pair: TinyPair, threads: int) -> None:
     """C31: counted in a process that may use one core. `threads` drafts with that many: the worker is one of them."""
-    told = on_one_core(tiny_pair.same_draft, threads)
+    told = told_by(ON_ONE_CORE, tiny_pair.same_draft, threads)
     assert [told[f"model with {count}"] for count in (1, 2, 3)] == [0, 1, 2]
     assert told["drafted"] == [3 + 20 * 4] * 8
     assert told["client"] == threads
