@@ -74,7 +74,7 @@ def warn_if_unlike_its_source(model: ScoringModel, folder: Path) -> None:
             log.debug("%s has no %s: it is not tested", folder, SELF_TEST)
             return
         agreement = agreement_of(model, test)
-    except (ModelLoadError, ModelError) as error:
+    except ModelError as error:
         log.warning("the draft in %s could not be tested: %s; pull or export it again", folder, error.message)
         return
     level, says = logging.DEBUG, "within"

@@ -98,6 +98,8 @@ def build_self_test(job: Job, tools: Tools, target: Path, draft: Path, precision
     Raises: ModelLoadError.
     """
     file = job.folder / SELF_TEST
-    job.step([*tools.choose, str(target), precision, str(file)], "asking the draft's source for its choices")
+    job.step(
+        [*tools.choose, str(target), str(draft), precision, str(file)], "asking the draft's source for its choices"
+    )
     job.step([*tools.measure, str(draft), str(file)], f"comparing the {precision} draft with them")
     return file

@@ -124,8 +124,7 @@ class Store:
     def _maybe_add_self_test(self, bundle: Bundle, draft: Path, progress: Progress) -> bool:
         """Completes a draft that was pulled by an older version."""
         target = self._home(bundle) / "target"
-        needs = (*self.tools.convert_needs, *self.tools.export_needs)
-        if (draft / SELF_TEST).exists() or not has_one_origin(draft, target) or not_installed(needs):
+        if (draft / SELF_TEST).exists() or not has_one_origin(draft, target) or not_installed(self.tools.export_needs):
             return False
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for {bundle.name}", 0, 1)) as lock:
             if (draft / SELF_TEST).exists() or not (_is_sound(draft) and _is_sound(target)):

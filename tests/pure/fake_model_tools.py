@@ -49,7 +49,8 @@ def export(arguments: list[str]) -> None:
     (out / "model.onnx").write_bytes((source / "model.safetensors").read_bytes()[::2])
 
 
-def choose(source: Path, precision: str, file: Path) -> None:
+def choose(source: Path, draft: Path, precision: str, file: Path) -> None:
+    assert (draft / "model.onnx").is_file()
     weights = (source / "model.safetensors").read_bytes()
     SelfTest(precision, 0.5, 0.0, ((1, 2),), ((weights[0], 4),)).write(file)
 
@@ -71,7 +72,7 @@ def main() -> None:
     elif command == "convert-gguf":
         convert(state, *map(Path, arguments))
     elif command == "choose":
-        choose(Path(arguments[0]), arguments[1], Path(arguments[2]))
+        choose(Path(arguments[0]), Path(arguments[1]), arguments[2], Path(arguments[3]))
     elif command == "measure":
         measure(*map(Path, arguments))
     else:

@@ -100,6 +100,8 @@ def test_a_draft_of_an_older_version_loads_and_verifies_and_a_pull_completes_it(
     store.verify("fake")
     store.pull("fake", "draft")
     assert calls(tmp_path) == [*before, "choose", "measure"]
+    (folder / SELF_TEST).write_text((folder / SELF_TEST).read_text().replace("0.75", "0.15"))
+    assert [damage.path for damage in store.damage("fake")] == [folder / SELF_TEST], "its manifest guards it too"
     assert left_over(tmp_path) == ["draft-int4", "target"]
 
 

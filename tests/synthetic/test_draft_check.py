@@ -30,7 +30,7 @@ LOGGER = "draftwire.draft"
 @pytest.fixture(scope="module")
 def right(tiny_pair: TinyPair) -> SelfTest:
     """The self-test of a draft of the tiny target."""
-    return draft_choices.choices_of(tiny_pair.target, "fp32")
+    return draft_choices.choices_of(tiny_pair.target, tiny_pair.same_draft, "fp32")
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_instructions_that_fail_for_one_row_or_for_many_are_both_found_out(right
 
 def test_both_halves_run_as_the_model_store_runs_them(right: SelfTest, tiny_pair: TinyPair, tmp_path: Path) -> None:
     file = tmp_path / SELF_TEST
-    assert draft_choices.main([str(tiny_pair.target), "fp32", str(file)]) == 0
+    assert draft_choices.main([str(tiny_pair.target), str(tiny_pair.same_draft), "fp32", str(file)]) == 0
     assert read_self_test(file) == right
     assert json.loads(file.read_text())["agreement"] == 0.0
     assert draft_check.main([str(tiny_pair.same_draft), str(file)]) == 0
