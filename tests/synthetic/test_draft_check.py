@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from edge_client.client import ClientConfig, SpeculativeClient
 from edge_client.draft_check import SINGLY, agreement_of
 from edge_client.drafter import ModelDrafter
 from edge_client.onnx_drafter import OnnxModel
-from shared.errors import ModelError
+from shared.errors import ModelLoadError
+from shared.model_build import Tools, build_self_test
+from shared.model_folder import locked, silent
+from shared.model_process import Job
 from shared.self_test import SELF_TEST, TEXT_IDS, SelfTest, read_self_test
 from tests.oracle import PlainTarget
 from tests.tiny_pair import TinyPair
@@ -160,14 +163,17 @@ def test_instructions_that_fail_for_one_row_or_for_many_are_both_found_out(right
 
 
 def test_both_halves_run_as_the_model_store_runs_them(right: SelfTest, tiny_pair: TinyPair, tmp_path: Path) -> None:
-    file = tmp_path / SELF_TEST
-    assert draft_choices.main([str(tiny_pair.target), str(tiny_pair.same_draft), "fp32", str(file)]) == 0
-    assert read_self_test(file) == right
-    assert json.loads(file.read_text())["agreement"] == 0.0
-    assert draft_check.main([str(tiny_pair.same_draft), str(file)]) == 0
-    measured = read_self_test(file)
-    assert measured is not None
-    assert measured.agreement == 1.0
-    assert measured.choices == right.choices
-    with pytest.raises(ModelError):
+    """With the product's own commands, each in a process of its own."""
+    with locked(tmp_path / "lock", lambda: None) as lock:
+        job = Job(tmp_path, tmp_path / "log", lock, silent)
+        file = build_self_test(job, Tools(), tiny_pair.target, tiny_pair.same_draft, "fp32")
+    assert file == tmp_path / SELF_TEST
+    found = read_self_test(file)
+    assert found == replace(right, agreement=1.0)
+
+
+def test_what_fails_to_be_measured_is_an_error(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="there is no file"):
         draft_check.main([str(tiny_pair.same_draft), str(tmp_path / "none")])
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json cannot be read"):
+        draft_choices.choices_of(tiny_pair.target, tmp_path, "fp32")
