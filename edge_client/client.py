@@ -50,7 +50,7 @@ class ClientConfig:
     verifier: str = "127.0.0.1:50151"
     """HOST:PORT of the verifier."""
     draft: str = "smollm2-135m"
-    """Bundle name, folder or hub id of the draft model."""
+    """Bundle name, folder or hub id of the draft model. Where none is loaded only its tokenizer need be there."""
     precision: Literal["auto", "int4", "int8", "fp32"] = "auto"
     """Of a draft model given by name; auto is the bundle's own choice, int4 for hub ids."""
     target_name: str = ""
@@ -165,15 +165,21 @@ class SpeculativeClient:
             raise ModelMismatch(f"the verifier at {config.verifier} serves {card.model_name}, not {config.target_name}")
         target = Fingerprint.from_wire(card.fingerprint_blocks)
         check_compatible(fingerprint_here, target, Path(config.draft).name, card.model_name)
-        if self._drafter is None and config.hint_tokens > 0 and config.drafter != "retrieval":
+        if self._loads_model:
             self._idle = await loop.run_in_executor(self._executor, self._build_drafters)
             self._drafter = self._idle[-1]
         return card
 
+    @property
+    def _loads_model(self) -> bool:
+        """Whether this client drafts with a model of the settings'."""
+        return self._drafter is None and self.config.hint_tokens > 0 and self.config.drafter != "retrieval"
+
     def _load_text(self) -> Fingerprint:
-        """(worker thread) Reads the tokenizer, which takes a phone a second."""
+        """(worker thread) Reads the tokenizer, which takes a phone a second. Without a model it alone need be there."""
         if self._tokenizer is None:
-            self._tokenizer = TextTokenizer(resolve(self.config.draft, "draft", self.config.precision))
+            role = "draft" if self._loads_model else "tokenizer"
+            self._tokenizer = TextTokenizer(resolve(self.config.draft, role, self.config.precision))
         return fingerprint(self._tokenizer.vocabulary)
 
     def _build_drafters(self) -> list[Drafter]:

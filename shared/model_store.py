@@ -3,9 +3,9 @@
 Must not know: torch, transformers, onnxruntime (child processes convert), how progress is shown.
 Called by both command lines and by whoever loads a model.
 
-    cache_root()/models/NAME/{target,draft-int4,draft-fp32}/   finished results, each with a manifest.json
-    cache_root()/models/NAME/.tmp-*/                           a build under way; removed if its process died
-    cache_root()/{locks,logs}/                                 one lock and one log per NAME
+    cache_root()/models/NAME/{target,draft-int4,tokenizer}/   finished results, each with a manifest.json
+    cache_root()/models/NAME/.tmp-*/                          a build under way; removed if its process died
+    cache_root()/{locks,logs}/                                one lock and one log per NAME
 """
 
 from __future__ import annotations
@@ -22,12 +22,24 @@ from shared.model_build import (
     build_draft,
     build_self_test,
     build_target,
+    build_tokenizer,
+    copy_tokenizer,
     needed_bytes,
     require_tools,
     uses_hub,
 )
-from shared.model_bundles import PRECISIONS, ROLES, Bundle, check_choice, hub_bundle, is_hub_id, load_bundles
+from shared.model_bundles import (
+    PRECISIONS,
+    ROLES,
+    TOKENIZER,
+    Bundle,
+    check_choice,
+    hub_bundle,
+    is_hub_id,
+    load_bundles,
+)
 from shared.model_folder import (
+    REQUIRED,
     Damage,
     Progress,
     add_sealed,
@@ -47,7 +59,7 @@ from shared.model_folder import (
 from shared.model_process import Job, not_installed, require
 from shared.self_test import SELF_TEST
 
-_RESULTS = ("target", *(f"draft-{precision}" for precision in PRECISIONS))
+_RESULTS = ("target", *(f"draft-{precision}" for precision in PRECISIONS), TOKENIZER)
 
 
 @dataclass(frozen=True)
@@ -110,14 +122,19 @@ class Store:
             if role == "draft":
                 self._maybe_add_self_test(bundle, final, progress)
             return final
-        require_tools(self.tools, bundle, role, source)
+        found = self._with_tokenizer(bundle, final) if role == TOKENIZER and source == "auto" else None
+        if found is None:
+            require_tools(self.tools, bundle, role, source)
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
             if not force and _is_sound(final):
                 return final
             with staging(final.parent) as staged:
-                need_space(staged, needed_bytes(bundle, role, bundle.precision(precision)))
+                if found is None:
+                    need_space(staged, needed_bytes(bundle, role, bundle.precision(precision), source))
                 job = self._job(bundle.name, staged, lock, progress)
-                built = self._build(job, bundle, role, precision, source)
+                built = copy_tokenizer(job, found) if found else self._build(job, bundle, role, source, precision)
+                origin = {"hub_id": bundle.hub_id} if uses_hub(bundle, source) else {"source_sha256": bundle.sha256}
+                seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, progress)
                 publish(built, final, staged / "replaced")
         return final
 
@@ -135,15 +152,18 @@ class Store:
                 add_sealed(draft, build_self_test(job, self.tools, target, draft, precision), progress)
         return True
 
-    def _build(self, job: Job, bundle: Bundle, role: str, precision: str, source: str) -> Path:
-        """A sealed result in the staging folder."""
+    def _build(self, job: Job, bundle: Bundle, role: str, source: str, precision: str) -> Path:
+        """A result in the staging folder, not sealed yet."""
+        if role == TOKENIZER:
+            return build_tokenizer(job, self.tools, bundle, source, self._home(bundle))
         if role == "target":
-            built = build_target(job, self.tools, bundle, source, self._home(bundle))
-        else:
-            built = build_draft(job, self.tools, self._exportable(job, bundle, source), bundle.precision(precision))
-        origin = {"hub_id": bundle.hub_id} if uses_hub(bundle, source) else {"source_sha256": bundle.sha256}
-        seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, job.progress)
-        return built
+            return build_target(job, self.tools, bundle, source, self._home(bundle))
+        return build_draft(job, self.tools, self._exportable(job, bundle, source), bundle.precision(precision))
+
+    def _with_tokenizer(self, bundle: Bundle, but: Path | None = None) -> Path | None:
+        """The smallest pulled result, `but` for one, whose tokenizer's files are whole; None if there is none."""
+        ready = reversed(self.ready(bundle))
+        return next((folder for folder in ready if folder != but and _has_tokenizer(folder)), None)
 
     def _exportable(self, job: Job, bundle: Bundle, source: str) -> Path:
         """The target's folder to export a draft from: the pulled one if there is one, else one built in passing."""
@@ -186,7 +206,7 @@ class Store:
             return None
         if not path.is_dir():
             raise ModelLoadError(f"there is no model folder {name}")
-        check_quick(path)
+        check_quick(path, role)
         check_required(path, role)
         return path.absolute()
 
@@ -194,14 +214,18 @@ class Store:
         """The folder to load for a bundle's name, a folder's path or a hub id, after the quick check.
 
         A bundle's name wins over a folder of that name (write ./NAME for that). Only a hub id may use the network.
+        As a tokenizer any folder will do that holds its files: a draft's and a target's too.
         Raises: ConfigError if it is none of these, ModelLoadError naming what is missing or corrupt and what to run.
         """
-        check_choice("role", role, ROLES, "a model is loaded as")
+        check_choice("role", role, (*ROLES, TOKENIZER), "a model is loaded as")
         local = self._local_folder(name, role)
         if local:
             return local
         bundle = self.find_or_hub(name)
         final = self.folder(bundle, role, precision)
+        found = self._with_tokenizer(bundle) if role == TOKENIZER else None
+        if found is not None:
+            return found
         run = f"run: edge-client models pull {name} --role {role}" + (f" --precision {precision}" * (role == "draft"))
         if final.is_dir():
             for damage in size_damage(final):
@@ -244,6 +268,10 @@ class Store:
 
 def _is_sound(folder: Path) -> bool:
     return folder.is_dir() and not size_damage(folder)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return not size_damage(folder, TOKENIZER) and all((folder / name).is_file() for name in REQUIRED[TOKENIZER])
 
 
 def list_bundles() -> list[Bundle]:
