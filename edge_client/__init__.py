@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StateChanged,
     )
     from edge_client.trace import Trace
+    from edge_client.user_text_file import UserTextFile
     from shared.errors import DraftwireError
     from shared.sampling import SamplingParams
     from shared.types import PaceKind, Rule
@@ -46,6 +47,7 @@ __all__ = [
     "State",
     "StateChanged",
     "Trace",
+    "UserTextFile",
 ]
 
 _HOMES = {
@@ -57,6 +59,7 @@ _HOMES = {
     "PaceKind": "shared.types",
     "Rule": "shared.types",
     "Trace": "edge_client.trace",
+    "UserTextFile": "edge_client.user_text_file",
 }
 """Where a public name lives; the others in edge_client.events."""
 

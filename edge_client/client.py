@@ -96,6 +96,8 @@ class ClientConfig:
                 "user_text_tokens": (0, 2**24),
             },
         )
+        if self.user_text_tokens == 1:
+            raise ConfigError("user_text_tokens must be 0 or at least 2, got 1", field="user_text_tokens")
 
 
 class SpeculativeClient:
