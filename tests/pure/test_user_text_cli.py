@@ -109,10 +109,11 @@ def test_the_file_is_bounded_by_the_setting(path: Path) -> None:
 def test_chat_adds_each_turn_when_its_answer_is_done(
     made: list[RememberingClient], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    add(path, "earlier")
     say(monkeypatch, "one\n/reset\ntwo\n\n")
     assert cli.main(["chat", "--system", "be brief", "--user-text", str(path)]) == 0
-    assert texts(path) == ["one", "two", "Hi you"]
-    assert made[0].calls[1]["before"] == ["one", "Hi you"]
+    assert texts(path) == ["earlier", "one", "two", "Hi you"]
+    assert [call["before"] for call in made[0].calls] == [["earlier"], ["earlier", "one", "Hi you"]]
 
 
 def test_chat_keeps_the_turns_before_one_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from tests.tiny_pair import ROWS, TinyPair
 
 PROMPT = "my letter:"
 ANSWER = " that quick fox, def 你好 return 1, jumps over"
-"""Ids of it, each once: in itself there is nothing to look up."""
+"""In itself there is nothing to look up: the two ids that stand in it twice are followed by others."""
 
 
 class WritesOneText(FormulaTarget):
