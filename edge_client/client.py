@@ -236,7 +236,7 @@ class SpeculativeClient:
     # ------------------------------------------------------------ the user's own text
 
     def remember(self, text: str | Sequence[int]) -> None:
-        """Text that the user has accepted: look-up drafts from it from now on. It never leaves the device."""
+        """Text that the user has accepted: look-up drafts from it from now on. Of it only hints leave the device."""
         if self.user_text is not None:
             ids = self.tokenizer.encode(text) if isinstance(text, str) else self._known_ids(text, "text")
             self.user_text.add(ids)
