@@ -1,6 +1,6 @@
 """The catalogue of model bundles: what `models.toml` says, as checked values.
 
-Must not know: the cache, processes, the network. Read by `model_store`, which finds a bundle by its name here.
+Must not know: the cache, processes, the network. Read by `model_cache`, which finds a bundle by its name here.
 """
 
 from __future__ import annotations

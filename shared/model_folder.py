@@ -1,6 +1,6 @@
 """Folders of the model cache: built aside under a lock, moved into place at once, checked against their manifest.
 
-Must not know: which models there are or where they come from. Used by `model_store`.
+Must not know: which models there are or where they come from. Used by `model_cache` and `model_store`.
 """
 
 from __future__ import annotations

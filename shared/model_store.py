@@ -2,10 +2,6 @@
 
 Must not know: torch, transformers, onnxruntime (child processes convert), how progress is shown.
 Called by both command lines and by whoever loads a model.
-
-    cache_root()/models/NAME/{target,draft-int4,tokenizer}/   finished results, each with a manifest.json
-    cache_root()/models/NAME/.tmp-*/                          a build under way; removed if its process died
-    cache_root()/{locks,logs}/                                one lock and one log per NAME
 """
 
 from __future__ import annotations
@@ -28,26 +24,12 @@ from shared.model_build import (
     require_tools,
     uses_hub,
 )
-from shared.model_bundles import (
-    PRECISIONS,
-    ROLES,
-    TOKENIZER,
-    Bundle,
-    check_choice,
-    hub_bundle,
-    is_hub_id,
-    load_bundles,
-)
+from shared.model_bundles import PRECISIONS, ROLES, TOKENIZER, Bundle, check_choice
+from shared.model_cache import ModelCache, is_sound
 from shared.model_folder import (
-    REQUIRED,
-    Damage,
     Progress,
     add_sealed,
-    cache_root,
-    check_quick,
-    check_required,
     has_one_origin,
-    hash_damage,
     locked,
     need_space,
     publish,
@@ -59,46 +41,12 @@ from shared.model_folder import (
 from shared.model_process import Job, not_installed, require
 from shared.self_test import SELF_TEST
 
-_RESULTS = ("target", *(f"draft-{precision}" for precision in PRECISIONS), TOKENIZER)
-
 
 @dataclass(frozen=True)
-class Store:
-    """A model cache: its folder, the bundles it knows, and the tools that fill it. Tests build their own."""
+class Store(ModelCache):
+    """The cache, and the tools that fill it. Tests build their own."""
 
-    root: Path = field(default_factory=cache_root)
-    bundles: tuple[Bundle, ...] = field(default_factory=load_bundles)
     tools: Tools = field(default_factory=Tools)
-
-    def knows(self, name: str) -> bool:
-        """Whether a bundle has this name."""
-        return any(bundle.name == name for bundle in self.bundles)
-
-    def find(self, name: str) -> Bundle:
-        """The bundle with this name.
-
-        Raises: ConfigError naming it and the known ones.
-        """
-        for bundle in self.bundles:
-            if bundle.name == name:
-                return bundle
-        known = ", ".join(bundle.name for bundle in self.bundles)
-        raise ConfigError(f"unknown model {name!r}; the bundles are: {known}", field="name")
-
-    def find_or_hub(self, name: str) -> Bundle:
-        """The bundle with this name, or one made up for a hub id.
-
-        Raises: ConfigError naming it and the known ones.
-        """
-        return hub_bundle(name) if is_hub_id(name) and not self.knows(name) else self.find(name)
-
-    def folder(self, bundle: Bundle, role: str, precision: str = "auto") -> Path:
-        """Where a pulled result lies, whether or not it is there."""
-        return self._home(bundle) / bundle.result(role, precision)
-
-    def ready(self, bundle: Bundle) -> list[Path]:
-        """The finished results of a bundle, damaged or not."""
-        return [self._home(bundle) / result for result in _RESULTS if (self._home(bundle) / result).is_dir()]
 
     def pull(
         self,
@@ -118,7 +66,7 @@ class Store:
         bundle = self.find_or_hub(name)
         check_choice("source", source, SOURCES, "a model comes from")
         final = self.folder(bundle, role, precision)
-        if not force and _is_sound(final):
+        if not force and is_sound(final):
             if role == "draft":
                 self._maybe_add_self_test(bundle, final, progress)
             return final
@@ -126,7 +74,7 @@ class Store:
         if found is None:
             require_tools(self.tools, bundle, role, source)
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
-            if not force and _is_sound(final):
+            if not force and is_sound(final):
                 return final
             with staging(final.parent) as staged:
                 if found is None:
@@ -144,7 +92,7 @@ class Store:
         if (draft / SELF_TEST).exists() or not has_one_origin(draft, target) or not_installed(self.tools.export_needs):
             return False
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for {bundle.name}", 0, 1)) as lock:
-            if (draft / SELF_TEST).exists() or not (_is_sound(draft) and _is_sound(target)):
+            if (draft / SELF_TEST).exists() or not (is_sound(draft) and is_sound(target)):
                 return False
             with staging(draft.parent) as staged:
                 job = self._job(bundle.name, staged, lock, progress)
@@ -160,15 +108,10 @@ class Store:
             return build_target(job, self.tools, bundle, source, self._home(bundle))
         return build_draft(job, self.tools, self._exportable(job, bundle, source), bundle.precision(precision))
 
-    def _with_tokenizer(self, bundle: Bundle, but: Path | None = None) -> Path | None:
-        """The smallest pulled result, `but` for one, whose tokenizer's files are whole; None if there is none."""
-        ready = reversed(self.ready(bundle))
-        return next((folder for folder in ready if folder != but and _has_tokenizer(folder)), None)
-
     def _exportable(self, job: Job, bundle: Bundle, source: str) -> Path:
         """The target's folder to export a draft from: the pulled one if there is one, else one built in passing."""
         pulled = self._home(bundle) / "target"
-        if source == "auto" and _is_sound(pulled):
+        if source == "auto" and is_sound(pulled):
             return pulled
         return build_target(job, self.tools, bundle, source, self._home(bundle))
 
@@ -196,20 +139,6 @@ class Store:
             os.rename(built, out)
         return out
 
-    def _local_folder(self, name: str, role: str) -> Path | None:
-        """The folder that a name is the path of, checked for its role; None if it is a name to look up.
-
-        Raises: ModelLoadError if it is a path and nothing is there, or what is there is no such model.
-        """
-        path = Path(name).expanduser()
-        if self.knows(name) or not (path.is_dir() or path.is_absolute() or name.startswith(".")):
-            return None
-        if not path.is_dir():
-            raise ModelLoadError(f"there is no model folder {name}")
-        check_quick(path, role)
-        check_required(path, role)
-        return path.absolute()
-
     def resolve(self, name: str, role: str, precision: str = "auto", progress: Progress = silent) -> Path:
         """The folder to load for a bundle's name, a folder's path or a hub id, after the quick check.
 
@@ -235,43 +164,10 @@ class Store:
             raise ModelLoadError(f"{name} is not pulled as {final.name}; {run}")
         return self.tools.snapshot(name, None) if role == "target" else self.pull(name, role, progress, precision)
 
-    def damage(self, name: str, progress: Progress = silent) -> list[Damage]:
-        """Reads every byte of a bundle's results and lists the files that are missing or corrupt.
-
-        Raises: ModelLoadError if nothing of it is pulled.
-        """
-        folders = self.ready(self.find_or_hub(name))
-        if not folders:
-            raise ModelLoadError(f"{name} is not pulled; run: edge-client models pull {name}")
-        return [damage for folder in folders for damage in hash_damage(folder, progress)]
-
-    def verify(self, name: str, progress: Progress = silent) -> None:
-        """Passes a bundle whose pulled results are as they were stored, byte for byte.
-
-        Raises: ModelLoadError naming the missing and corrupt files.
-        """
-        if damages := self.damage(name, progress):
-            listed = ", ".join(str(damage) for damage in damages)
-            raise ModelLoadError(f"{listed}; run: edge-client models pull {name} --force")
-
-    def _home(self, bundle: Bundle) -> Path:
-        return self.root / "models" / bundle.name
-
-    def _lock(self, key: str) -> Path:
-        return self.root / "locks" / f"{key}.lock"
-
     def _job(self, key: str, staged: Path, lock: int, progress: Progress) -> Job:
         log = self.root / "logs" / f"{key}.log"
         log.unlink(missing_ok=True)
         return Job(staged, log, lock, progress)
-
-
-def _is_sound(folder: Path) -> bool:
-    return folder.is_dir() and not size_damage(folder)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return not size_damage(folder, TOKENIZER) and all((folder / name).is_file() for name in REQUIRED[TOKENIZER])
 
 
 def list_bundles() -> list[Bundle]:
