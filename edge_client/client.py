@@ -1,6 +1,6 @@
 """The client: one verifier, one draft model, and `stream(prompt)`. What an app or an input method embeds.
 
-Must not know: gRPC, protobuf, onnxruntime (imported when a drafter is built). Step 1 of docs/token_path.md.
+Must not know: gRPC, protobuf, onnxruntime. Step 1 of docs/token_path.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Literal, Self
 
 from edge_client.chat_template import ChatTemplate
 from edge_client.controller import EngineSettings, Experience
-from edge_client.draft_check import warn_if_unlike_its_source
-from edge_client.drafter import Drafter, DraftTask, ModelDrafter
+from edge_client.draft_loading import load_drafters, load_tokenizer
+from edge_client.drafter import Drafter, DraftTask
 from edge_client.edge_engine import EdgeEngine
 from edge_client.events import Committed, Done, Event, OfflinePolicy, Piece, Result
 from edge_client.generate import Generation, Manner
@@ -34,7 +34,6 @@ from shared.config import check_ranges
 from shared.cores import usable_cores
 from shared.errors import ConfigError, ModelMismatch
 from shared.fingerprint import Fingerprint, check_compatible, fingerprint
-from shared.model_store import resolve
 from shared.sampling import SamplingParams
 from shared.types import DEFAULT_RUN_AHEAD, ModelCard, Open, PaceKind, Rule
 
@@ -178,23 +177,16 @@ class SpeculativeClient:
         return self._drafter is None and self.config.hint_tokens > 0 and self.config.drafter != "retrieval"
 
     def _load_text(self) -> Fingerprint:
-        """(worker thread) Reads the tokenizer, which takes a phone a second. Without a model it alone need be there."""
+        """(worker thread) Without a model the tokenizer alone need be there."""
         if self._tokenizer is None:
-            role = "draft" if self._loads_model else "tokenizer"
-            self._tokenizer = TextTokenizer(resolve(self.config.draft, role, self.config.precision))
+            config = self.config
+            self._tokenizer = load_tokenizer(config.draft, config.precision, with_model=self._loads_model)
         return fingerprint(self._tokenizer.vocabulary)
 
     def _build_drafters(self) -> list[Drafter]:
         """(worker thread) One for each text at a time."""
-        from edge_client.onnx_drafter import OnnxModel  # onnxruntime: not before a drafter is wanted
-
-        assert self._tokenizer is not None
-        folder = resolve(self.config.draft, "draft", self.config.precision)
-        model = OnnxModel(folder, self.config.threads)
-        warn_if_unlike_its_source(model.another(), folder)
-        valid = self._tokenizer.vocabulary.valid_mask(model.vocabulary_rows)
-        models = [model, *(model.another() for _ in range(self._concurrency - 1))]
-        return [ModelDrafter(each, valid) for each in models]
+        config = self.config
+        return load_drafters(config.draft, config.precision, self.tokenizer, config.threads, self._concurrency)
 
     async def close(self) -> None:
         """Gives the channel and the draft thread back."""

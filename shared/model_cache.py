@@ -71,6 +71,13 @@ class ModelCache:
         ready = reversed(self.ready(bundle))
         return next((folder for folder in ready if folder != but and _has_tokenizer(folder)), None)
 
+    def has_tokenizer(self, name: str) -> bool:
+        """Whether the tokenizer of this model is here: in a folder of that path, or in a pulled result."""
+        try:
+            return bool(self._local_folder(name, TOKENIZER) or self._with_tokenizer(self.find_or_hub(name)))
+        except (ConfigError, ModelLoadError):
+            return False
+
     def _local_folder(self, name: str, role: str) -> Path | None:
         """The folder that a name is the path of, checked for its role; None if it is a name to look up.
 

@@ -197,6 +197,11 @@ def resolve(name: str, role: str, precision: str = "auto", progress: Progress = 
     return Store().resolve(name, role, precision, progress)
 
 
+def has_tokenizer(name: str) -> bool:
+    """See `Store.has_tokenizer`; in the user's cache."""
+    return Store().has_tokenizer(name)
+
+
 def verify(name: str, progress: Progress = silent) -> None:
     """See `Store.verify`; in the user's cache."""
     Store().verify(name, progress)

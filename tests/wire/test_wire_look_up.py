@@ -18,6 +18,7 @@ from tests.rig import Running, serving
 from tests.tiny_pair import TinyPair
 
 PROMPT = "one two one two one two"
+WITHOUT_A_MODEL = "; or draft without a model, its tokenizer is here: --drafter retrieval"
 
 
 def small_files(pair: TinyPair, folder: Path) -> Path:
@@ -83,7 +84,29 @@ def test_who_drafts_with_a_model_is_told_what_the_folder_lacks(
 ) -> None:
     folder = small_files(tiny_pair, tmp_path / "mine")
     assert main(arguments("127.0.0.1:1", str(folder), "--drafter", drafter)) == 1
-    assert "mine is no draft model: genai_config.json and model.onnx missing" in capsys.readouterr().err
+    told = "mine is no draft model: genai_config.json and model.onnx missing"
+    assert capsys.readouterr().err.endswith(f"{told}{WITHOUT_A_MODEL}\n")
+
+
+def test_a_device_that_pulled_the_tokenizer_alone_is_told_what_it_is_for(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTWIRE_CACHE", str(tmp_path))
+    seal(small_files(tiny_pair, tmp_path / "models" / "smollm2-135m" / "tokenizer"), {}, silent)
+    assert main(arguments("127.0.0.1:1", "smollm2-135m")) == 1
+    run = "run: edge-client models pull smollm2-135m --role draft --precision auto"
+    told = f"smollm2-135m is not pulled as draft-int8; {run}{WITHOUT_A_MODEL}"
+    assert capsys.readouterr().err == f"edge-client: {told}\n"
+
+
+def test_without_a_tokenizer_nobody_is_sent_to_look_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTWIRE_CACHE", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    for draft in ("smollm2-135m", str(tmp_path / "mine")):
+        assert main(arguments("127.0.0.1:1", draft)) == 1
+        assert "retrieval" not in capsys.readouterr().err
 
 
 def test_a_device_with_nothing_is_told_what_to_pull(
