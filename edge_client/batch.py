@@ -107,8 +107,8 @@ class Batch:
         async with SpeculativeClient(self._config, concurrency=min(options.concurrency, len(self._lines))) as client:
             if not client.card.chat_template and not options.is_raw:
                 raise ConfigError(f"{client.card.model_name} has no chat template: add --raw", field="raw")
-            self._remembered.give(client)
             settings = _settings(client.card, options)
+            self._remembered.give(client, options.rule, settings.sampling)
             now = datetime.now()
             journal = self._journal = Journal(options.journal, settings, self._lines, now, anew=options.is_restarted)
             try:

@@ -39,7 +39,7 @@ async def generate(args: argparse.Namespace) -> int:
         raise ConfigError("the prompt is empty", field="prompt")
     turns = [{"role": "system", "content": args.system}] if args.system else []
     async with SpeculativeClient(config) as client:
-        remembered.give(client)
+        remembered.give(client, Rule(args.rule), sampling_of(args, client.card.generation_defaults))
         content = prompt if args.raw else [*turns, {"role": "user", "content": prompt}]
         if args.json:
             text, reason = await _print_json(args, client, content)
@@ -57,7 +57,7 @@ async def chat(args: argparse.Namespace) -> int:
     remembered = RememberedText(args.user_text, config)
     start = [{"role": "system", "content": args.system}] if args.system else []
     async with SpeculativeClient(config) as client:
-        remembered.give(client)
+        remembered.give(client, Rule(args.rule), sampling_of(args, client.card.generation_defaults))
         turns: list[dict[str, str]] = list(start)
         is_terminal = sys.stdin.isatty()
         answers = 0

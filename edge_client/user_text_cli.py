@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from edge_client.client import ClientConfig, SpeculativeClient
 from edge_client.events import FinishReason
 from edge_client.user_text_file import UserTextFile
 from shared.errors import ConfigError
+from shared.sampling import SamplingParams
+from shared.types import Rule
 
 OPTION = "--user-text"
 
@@ -75,7 +78,7 @@ class RememberedText:
     def __init__(self, path: Path | None, config: ClientConfig, *, is_kept: bool = True) -> None:
         """Reads it. `is_kept`: the command will add to it. Raises: ConfigError naming the option."""
         self._file = None if path is None else UserTextFile(path, OPTION)
-        self._max_tokens = config.user_text_tokens
+        self._config, self._max_tokens, self._is_kept = config, config.user_text_tokens, is_kept
         self._texts: list[str] = []
         if self._file is None:
             return
@@ -87,10 +90,23 @@ class RememberedText:
             raise ConfigError(f"{OPTION} {path}: there is no such file", field=OPTION)
         self._texts = self._file.texts()
 
-    def give(self, client: SpeculativeClient) -> None:
-        """The client drafts from it from now on."""
+    def give(self, client: SpeculativeClient, rule: Rule, sampling: SamplingParams) -> None:
+        """The client drafts from it from now on. Where nothing does under these settings, a line on stderr says so."""
+        if self._file is not None and (why := self._why_idle(rule, sampling)):
+            kept = "; texts are added to it all the same" if self._is_kept else ""
+            print(f"edge-client: nothing drafts from the file of {OPTION}: {why}{kept}", file=sys.stderr)
         for text in self._texts:
             client.remember(text)
+
+    def _why_idle(self, rule: Rule, sampling: SamplingParams) -> str:
+        """Why look-up proposes nothing; empty if it does. See RetrievalDrafter."""
+        if self._config.hint_tokens == 0:
+            return "hint_tokens is 0"
+        if self._config.drafter == "model":
+            return "drafter is model, which looks nothing up"
+        if rule is Rule.REJECTION and not sampling.is_greedy:
+            return "under the rejection rule nothing is looked up"
+        return ""
 
     def accept(self, client: SpeculativeClient, reason: FinishReason, *texts: str) -> None:
         """The user's turn and its answer; if that came to its end they are drafted from, and in the file at once."""

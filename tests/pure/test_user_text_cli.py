@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 
 from edge_client import batch, cli, text_commands
+from edge_client.client import ClientConfig
 from edge_client.events import FinishReason
+from edge_client.user_text_cli import RememberedText
 from edge_client.user_text_file import UserTextFile
 from shared.errors import TransportError
+from shared.sampling import SamplingParams
+from shared.types import Rule
 from tests.pure.test_text_commands import REPORT, ScriptedClient
 from tests.pure.test_user_text_file import Bytes, add, texts
 
@@ -216,6 +220,43 @@ def test_a_file_that_cannot_be_written_in_the_end_is_named_and_stays(
     assert printed.out == "Hi you\n"
     assert printed.err == f"edge-client: --user-text {path}: No space left on device\n"
     assert texts(path) == ["earlier"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--drafter", "model"], "drafter is model, which looks nothing up"),
+        (["--hint-tokens", "0"], "hint_tokens is 0"),
+        (["--rule", "rejection"], "under the rejection rule nothing is looked up"),
+        (["--rule", "rejection", "--temperature", "0"], ""),
+        (["--drafter", "retrieval"], ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_where_nothing_drafts_from_the_file_one_line_says_so(
+    command: str,
+    options: list[str],
+    why: str,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say(monkeypatch, "hello\nhello\n")
+    assert cli.main([*GIVEN[command], *options, "--no-stats", "--user-text", str(path)]) == 0
+    told = f"edge-client: nothing drafts from the file of --user-text: {why}; texts are added to it all the same\n"
+    assert capsys.readouterr().err == (told if why else "")
+    assert texts(path) == ["hello", "Hi you"]
+    assert cli.main([*GIVEN["generate"], *options, "--no-stats"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_batch_that_does_not_draft_from_the_file_says_so(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(path, "earlier")
+    config = ClientConfig(drafter="model")
+    client = batch.SpeculativeClient(config)
+    RememberedText(path, config, is_kept=False).give(client, Rule.AGREEMENT, SamplingParams())
+    told = "edge-client: nothing drafts from the file of --user-text: drafter is model, which looks nothing up\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_batch_needs_a_file_to_draft_from(
