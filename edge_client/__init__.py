@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edge_client.blocking import BlockingClient
-    from edge_client.client import ClientConfig, SpeculativeClient
+    from edge_client.client import SpeculativeClient
+    from edge_client.client_config import ClientConfig
     from edge_client.events import (
         Committed,
         Done,
@@ -52,7 +53,7 @@ __all__ = [
 
 _HOMES = {
     "BlockingClient": "edge_client.blocking",
-    "ClientConfig": "edge_client.client",
+    "ClientConfig": "edge_client.client_config",
     "SpeculativeClient": "edge_client.client",
     "DraftwireError": "shared.errors",
     "SamplingParams": "shared.sampling",

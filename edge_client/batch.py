@@ -19,7 +19,8 @@ from typing import Any
 
 from edge_client.batch_files import Line, Settings, check_output, read_lines, write_output
 from edge_client.batch_journal import Journal
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import FinishReason, Result
 from edge_client.user_text_cli import RememberedText
 from shared.errors import ConfigError, DraftwireError, ModelMismatch, Overloaded, SessionError, TransportError

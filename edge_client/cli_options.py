@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from edge_client.client import ClientConfig
+from edge_client.client_config import ClientConfig
 from shared.config import load_config
 from shared.errors import ConfigError
 from shared.sampling import SamplingParams

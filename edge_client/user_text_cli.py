@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import FinishReason
 from edge_client.user_text_file import UserTextFile
 from shared.errors import ConfigError

@@ -17,7 +17,7 @@ import pytest
 
 from edge_client import cli, text_commands
 from edge_client.cli_options import CONNECTION_OPTIONS
-from edge_client.client import ClientConfig
+from edge_client.client_config import ClientConfig
 from edge_client.events import Committed, Done, FinishReason, Piece, Preview, Report, State, StateChanged
 from edge_client.trace_file import read_trace
 from edge_client.transport import Traffic

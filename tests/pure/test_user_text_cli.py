@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edge_client import batch, cli, text_commands
-from edge_client.client import ClientConfig
+from edge_client.client_config import ClientConfig
 from edge_client.events import FinishReason
 from edge_client.user_text_cli import RememberedText
 from edge_client.user_text_file import UserTextFile

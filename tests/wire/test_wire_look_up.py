@@ -11,7 +11,8 @@ import pytest
 
 from cloud_verifier.loading import LoadedTarget
 from edge_client.cli import main
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from shared.model_folder import TOKENIZER_FILES, seal, silent
 from shared.sampling import GREEDY
 from tests.rig import Running, serving
