@@ -14,7 +14,8 @@ from typing import Any
 
 from bench.pairs import PAIRS, pair
 from bench.processes import VerifierProcess, pin_self
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.display import DIM, GREEN, PLAIN, YELLOW, TextPrinter, has_colour
 from edge_client.events import Committed, Done, Report
 from shared.sampling import GREEDY, SamplingParams

@@ -18,7 +18,8 @@ from typing import Any
 from bench.pairs import PAIRS, Pair, pair, prompt_source, spec_bench_prompts
 from bench.plain import PlainStep, PlainTarget
 from bench.processes import VerifierProcess, machine
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.drafter import Budget, DraftTask, HintTree
 from edge_client.tokenizer import TextTokenizer
 from shared.errors import ConfigError

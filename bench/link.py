@@ -29,7 +29,8 @@ from bench.link_settings import Settings, add_arguments, settings_of
 from bench.link_table import DRAFT_ONLY, DRAFTWIRE_PREFIX, RPC, STREAMING, WAIT_PREFIX, cell, first_difference, table
 from bench.pairs import Pair, pair, prompt_source
 from bench.processes import VerifierProcess, machine, pin_self
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.controller import Experience
 from edge_client.drafter import Budget, ModelDrafter
 from edge_client.onnx_drafter import OnnxModel

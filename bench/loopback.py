@@ -19,7 +19,8 @@ from bench.counting_proxy import CountingProxy
 from bench.exactness import RULES, SEED, encoded_prompts
 from bench.pairs import PAIRS, pair
 from bench.processes import VerifierProcess, machine, pin_self
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import Result
 from shared.errors import ConfigError
 from shared.types import PaceKind

@@ -20,7 +20,8 @@ from bench.exactness import SEED, encoded_prompts
 from bench.link_table import first_difference
 from bench.pairs import PAIRS, pair
 from bench.processes import VerifierProcess, machine
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import Committed, Done, OfflinePolicy, Preview, State, StateChanged
 from shared.errors import ConfigError
 from shared.sampling import GREEDY

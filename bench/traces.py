@@ -18,7 +18,8 @@ from typing import Any
 from bench.exactness import RULES, SEED, encoded
 from bench.pairs import PAIRS, Pair, humaneval_prompts, pair, spec_bench_prompts
 from bench.processes import VerifierProcess
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from shared.errors import ConfigError
 from shared.randomness import ids_digest
 from shared.types import PaceKind

@@ -1,7 +1,7 @@
 """Everything that touches transformers: converting published weights, and loading a target.
 
 Must not know: sessions, the wire, the model store. The only module that imports transformers.
-Run by `shared.model_build` as `python -m cloud_verifier.hf convert-gguf SRC OUT`.
+Run by `shared.model_build` as `python -m cloud_verifier.hf convert-gguf SRC OUT`, or `convert-gguf-tokenizer`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     )
     tie_if_equal(model)
     model.save_pretrained(out)
+    convert_gguf_tokenizer(gguf, out)
+
+
+def convert_gguf_tokenizer(gguf: Path, out: Path) -> None:
+    """Writes the tokenizer and chat template of a GGUF file; no weights are read."""
+    quiet()
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     restore_text_rules(tokenizer.backend_tokenizer, _pre_tokenizer_name(gguf))
     tokenizer.save_pretrained(out)
@@ -91,10 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cloud_verifier.hf", description="Convert published weights.")
     commands = parser.add_subparsers(required=True)
     convert = commands.add_parser("convert-gguf", help="write a GGUF file's model as a fp32 target folder")
-    convert.add_argument("gguf", type=Path, metavar="SRC", help="the GGUF file")
-    convert.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    convert.set_defaults(handler=convert_gguf)
+    tokenizer = commands.add_parser("convert-gguf-tokenizer", help="write a GGUF file's tokenizer alone")
+    tokenizer.set_defaults(handler=convert_gguf_tokenizer)
+    for command in (convert, tokenizer):
+        command.add_argument("gguf", type=Path, metavar="SRC", help="the GGUF file")
+        command.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     options = parser.parse_args(arguments)
-    convert_gguf(options.gguf, options.out)
+    options.handler(options.gguf, options.out)
     return 0
 
 

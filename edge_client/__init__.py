@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edge_client.blocking import BlockingClient
-    from edge_client.client import ClientConfig, SpeculativeClient
+    from edge_client.client import SpeculativeClient
+    from edge_client.client_config import ClientConfig
     from edge_client.events import (
         Committed,
         Done,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         StateChanged,
     )
     from edge_client.trace import Trace
+    from edge_client.user_text_file import UserTextFile
     from shared.errors import DraftwireError
     from shared.sampling import SamplingParams
     from shared.types import PaceKind, Rule
@@ -46,17 +48,19 @@ __all__ = [
     "State",
     "StateChanged",
     "Trace",
+    "UserTextFile",
 ]
 
 _HOMES = {
     "BlockingClient": "edge_client.blocking",
-    "ClientConfig": "edge_client.client",
+    "ClientConfig": "edge_client.client_config",
     "SpeculativeClient": "edge_client.client",
     "DraftwireError": "shared.errors",
     "SamplingParams": "shared.sampling",
     "PaceKind": "shared.types",
     "Rule": "shared.types",
     "Trace": "edge_client.trace",
+    "UserTextFile": "edge_client.user_text_file",
 }
 """Where a public name lives; the others in edge_client.events."""
 

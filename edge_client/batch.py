@@ -19,8 +19,10 @@ from typing import Any
 
 from edge_client.batch_files import Line, Settings, check_output, read_lines, write_output
 from edge_client.batch_journal import Journal
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import FinishReason, Result
+from edge_client.user_text_cli import RememberedText
 from shared.errors import ConfigError, DraftwireError, ModelMismatch, Overloaded, SessionError, TransportError
 from shared.sampling import SamplingParams
 from shared.types import ModelCard, Rule
@@ -55,6 +57,8 @@ class BatchOptions:
     is_restarted: bool = False
     """Forget what an earlier run has done."""
     with_figures: bool = True
+    user_text: Path | None = None
+    """A file of the user's own text to draft from."""
 
     @property
     def journal(self) -> Path:
@@ -69,7 +73,8 @@ def run_batch(config: ClientConfig, options: BatchOptions) -> int:
     """
     lines = read_lines(options.source, is_raw=options.is_raw)
     check_output(options.out, options.source, is_forced=options.is_forced)
-    batch = Batch(config, options, lines)
+    remembered = RememberedText(options.user_text, config, is_kept=False)
+    batch = Batch(config, options, lines, remembered)
     try:
         asyncio.run(batch.run())
     except KeyboardInterrupt:
@@ -85,8 +90,10 @@ def run_batch(config: ClientConfig, options: BatchOptions) -> int:
 class Batch:
     """One run over the prompts of a file."""
 
-    def __init__(self, config: ClientConfig, options: BatchOptions, lines: Sequence[Line]) -> None:
-        self.meter = Meter(len(lines))
+    def __init__(
+        self, config: ClientConfig, options: BatchOptions, lines: Sequence[Line], remembered: RememberedText
+    ) -> None:
+        self.meter, self._remembered = Meter(len(lines)), remembered
         self._config, self._options, self._lines = config, options, lines
         self._journal: Journal | None = None
         self._failures: dict[int, dict[str, Any]] = {}
@@ -102,6 +109,7 @@ class Batch:
             if not client.card.chat_template and not options.is_raw:
                 raise ConfigError(f"{client.card.model_name} has no chat template: add --raw", field="raw")
             settings = _settings(client.card, options)
+            self._remembered.give(client, options.rule, settings.sampling)
             now = datetime.now()
             journal = self._journal = Journal(options.journal, settings, self._lines, now, anew=options.is_restarted)
             try:

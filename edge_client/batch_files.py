@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.chat_template import ChatTemplate
-from edge_client.client import MAX_STOPS
+from edge_client.request_checks import MAX_STOPS
 from shared.errors import ConfigError
 from shared.sampling import SamplingParams
 

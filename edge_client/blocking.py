@@ -12,7 +12,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import Event, Result
 from shared.types import ModelCard
 

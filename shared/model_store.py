@@ -2,10 +2,6 @@
 
 Must not know: torch, transformers, onnxruntime (child processes convert), how progress is shown.
 Called by both command lines and by whoever loads a model.
-
-    cache_root()/models/NAME/{target,draft-int4,draft-fp32}/   finished results, each with a manifest.json
-    cache_root()/models/NAME/.tmp-*/                           a build under way; removed if its process died
-    cache_root()/{locks,logs}/                                 one lock and one log per NAME
 """
 
 from __future__ import annotations
@@ -22,20 +18,18 @@ from shared.model_build import (
     build_draft,
     build_self_test,
     build_target,
+    build_tokenizer,
+    copy_tokenizer,
     needed_bytes,
     require_tools,
     uses_hub,
 )
-from shared.model_bundles import PRECISIONS, ROLES, Bundle, check_choice, hub_bundle, is_hub_id, load_bundles
+from shared.model_bundles import PRECISIONS, ROLES, TOKENIZER, Bundle, check_choice
+from shared.model_cache import ModelCache, is_sound
 from shared.model_folder import (
-    Damage,
     Progress,
     add_sealed,
-    cache_root,
-    check_quick,
-    check_required,
     has_one_origin,
-    hash_damage,
     locked,
     need_space,
     publish,
@@ -47,46 +41,12 @@ from shared.model_folder import (
 from shared.model_process import Job, not_installed, require
 from shared.self_test import SELF_TEST
 
-_RESULTS = ("target", *(f"draft-{precision}" for precision in PRECISIONS))
-
 
 @dataclass(frozen=True)
-class Store:
-    """A model cache: its folder, the bundles it knows, and the tools that fill it. Tests build their own."""
+class Store(ModelCache):
+    """The cache, and the tools that fill it. Tests build their own."""
 
-    root: Path = field(default_factory=cache_root)
-    bundles: tuple[Bundle, ...] = field(default_factory=load_bundles)
     tools: Tools = field(default_factory=Tools)
-
-    def knows(self, name: str) -> bool:
-        """Whether a bundle has this name."""
-        return any(bundle.name == name for bundle in self.bundles)
-
-    def find(self, name: str) -> Bundle:
-        """The bundle with this name.
-
-        Raises: ConfigError naming it and the known ones.
-        """
-        for bundle in self.bundles:
-            if bundle.name == name:
-                return bundle
-        known = ", ".join(bundle.name for bundle in self.bundles)
-        raise ConfigError(f"unknown model {name!r}; the bundles are: {known}", field="name")
-
-    def find_or_hub(self, name: str) -> Bundle:
-        """The bundle with this name, or one made up for a hub id.
-
-        Raises: ConfigError naming it and the known ones.
-        """
-        return hub_bundle(name) if is_hub_id(name) and not self.knows(name) else self.find(name)
-
-    def folder(self, bundle: Bundle, role: str, precision: str = "auto") -> Path:
-        """Where a pulled result lies, whether or not it is there."""
-        return self._home(bundle) / bundle.result(role, precision)
-
-    def ready(self, bundle: Bundle) -> list[Path]:
-        """The finished results of a bundle, damaged or not."""
-        return [self._home(bundle) / result for result in _RESULTS if (self._home(bundle) / result).is_dir()]
 
     def pull(
         self,
@@ -106,18 +66,23 @@ class Store:
         bundle = self.find_or_hub(name)
         check_choice("source", source, SOURCES, "a model comes from")
         final = self.folder(bundle, role, precision)
-        if not force and _is_sound(final):
+        if not force and is_sound(final):
             if role == "draft":
                 self._maybe_add_self_test(bundle, final, progress)
             return final
-        require_tools(self.tools, bundle, role, source)
+        found = self._with_tokenizer(bundle, final) if role == TOKENIZER and source == "auto" else None
+        if found is None:
+            require_tools(self.tools, bundle, role, source)
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
-            if not force and _is_sound(final):
+            if not force and is_sound(final):
                 return final
             with staging(final.parent) as staged:
-                need_space(staged, needed_bytes(bundle, role, bundle.precision(precision)))
+                if found is None:
+                    need_space(staged, needed_bytes(bundle, role, bundle.precision(precision), source))
                 job = self._job(bundle.name, staged, lock, progress)
-                built = self._build(job, bundle, role, precision, source)
+                built = copy_tokenizer(job, found) if found else self._build(job, bundle, role, source, precision)
+                origin = {"hub_id": bundle.hub_id} if uses_hub(bundle, source) else {"source_sha256": bundle.sha256}
+                seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, progress)
                 publish(built, final, staged / "replaced")
         return final
 
@@ -127,7 +92,7 @@ class Store:
         if (draft / SELF_TEST).exists() or not has_one_origin(draft, target) or not_installed(self.tools.export_needs):
             return False
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for {bundle.name}", 0, 1)) as lock:
-            if (draft / SELF_TEST).exists() or not (_is_sound(draft) and _is_sound(target)):
+            if (draft / SELF_TEST).exists() or not (is_sound(draft) and is_sound(target)):
                 return False
             with staging(draft.parent) as staged:
                 job = self._job(bundle.name, staged, lock, progress)
@@ -135,20 +100,18 @@ class Store:
                 add_sealed(draft, build_self_test(job, self.tools, target, draft, precision), progress)
         return True
 
-    def _build(self, job: Job, bundle: Bundle, role: str, precision: str, source: str) -> Path:
-        """A sealed result in the staging folder."""
+    def _build(self, job: Job, bundle: Bundle, role: str, source: str, precision: str) -> Path:
+        """A result in the staging folder, not sealed yet."""
+        if role == TOKENIZER:
+            return build_tokenizer(job, self.tools, bundle, source, self._home(bundle))
         if role == "target":
-            built = build_target(job, self.tools, bundle, source, self._home(bundle))
-        else:
-            built = build_draft(job, self.tools, self._exportable(job, bundle, source), bundle.precision(precision))
-        origin = {"hub_id": bundle.hub_id} if uses_hub(bundle, source) else {"source_sha256": bundle.sha256}
-        seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, job.progress)
-        return built
+            return build_target(job, self.tools, bundle, source, self._home(bundle))
+        return build_draft(job, self.tools, self._exportable(job, bundle, source), bundle.precision(precision))
 
     def _exportable(self, job: Job, bundle: Bundle, source: str) -> Path:
         """The target's folder to export a draft from: the pulled one if there is one, else one built in passing."""
         pulled = self._home(bundle) / "target"
-        if source == "auto" and _is_sound(pulled):
+        if source == "auto" and is_sound(pulled):
             return pulled
         return build_target(job, self.tools, bundle, source, self._home(bundle))
 
@@ -176,32 +139,22 @@ class Store:
             os.rename(built, out)
         return out
 
-    def _local_folder(self, name: str, role: str) -> Path | None:
-        """The folder that a name is the path of, checked for its role; None if it is a name to look up.
-
-        Raises: ModelLoadError if it is a path and nothing is there, or what is there is no such model.
-        """
-        path = Path(name).expanduser()
-        if self.knows(name) or not (path.is_dir() or path.is_absolute() or name.startswith(".")):
-            return None
-        if not path.is_dir():
-            raise ModelLoadError(f"there is no model folder {name}")
-        check_quick(path)
-        check_required(path, role)
-        return path.absolute()
-
     def resolve(self, name: str, role: str, precision: str = "auto", progress: Progress = silent) -> Path:
         """The folder to load for a bundle's name, a folder's path or a hub id, after the quick check.
 
         A bundle's name wins over a folder of that name (write ./NAME for that). Only a hub id may use the network.
+        As a tokenizer any folder will do that holds its files: a draft's and a target's too.
         Raises: ConfigError if it is none of these, ModelLoadError naming what is missing or corrupt and what to run.
         """
-        check_choice("role", role, ROLES, "a model is loaded as")
+        check_choice("role", role, (*ROLES, TOKENIZER), "a model is loaded as")
         local = self._local_folder(name, role)
         if local:
             return local
         bundle = self.find_or_hub(name)
         final = self.folder(bundle, role, precision)
+        found = self._with_tokenizer(bundle) if role == TOKENIZER else None
+        if found is not None:
+            return found
         run = f"run: edge-client models pull {name} --role {role}" + (f" --precision {precision}" * (role == "draft"))
         if final.is_dir():
             for damage in size_damage(final):
@@ -211,39 +164,10 @@ class Store:
             raise ModelLoadError(f"{name} is not pulled as {final.name}; {run}")
         return self.tools.snapshot(name, None) if role == "target" else self.pull(name, role, progress, precision)
 
-    def damage(self, name: str, progress: Progress = silent) -> list[Damage]:
-        """Reads every byte of a bundle's results and lists the files that are missing or corrupt.
-
-        Raises: ModelLoadError if nothing of it is pulled.
-        """
-        folders = self.ready(self.find_or_hub(name))
-        if not folders:
-            raise ModelLoadError(f"{name} is not pulled; run: edge-client models pull {name}")
-        return [damage for folder in folders for damage in hash_damage(folder, progress)]
-
-    def verify(self, name: str, progress: Progress = silent) -> None:
-        """Passes a bundle whose pulled results are as they were stored, byte for byte.
-
-        Raises: ModelLoadError naming the missing and corrupt files.
-        """
-        if damages := self.damage(name, progress):
-            listed = ", ".join(str(damage) for damage in damages)
-            raise ModelLoadError(f"{listed}; run: edge-client models pull {name} --force")
-
-    def _home(self, bundle: Bundle) -> Path:
-        return self.root / "models" / bundle.name
-
-    def _lock(self, key: str) -> Path:
-        return self.root / "locks" / f"{key}.lock"
-
     def _job(self, key: str, staged: Path, lock: int, progress: Progress) -> Job:
         log = self.root / "logs" / f"{key}.log"
         log.unlink(missing_ok=True)
         return Job(staged, log, lock, progress)
-
-
-def _is_sound(folder: Path) -> bool:
-    return folder.is_dir() and not size_damage(folder)
 
 
 def list_bundles() -> list[Bundle]:
@@ -271,6 +195,11 @@ def pull(
 def resolve(name: str, role: str, precision: str = "auto", progress: Progress = silent) -> Path:
     """See `Store.resolve`; in the user's cache."""
     return Store().resolve(name, role, precision, progress)
+
+
+def has_tokenizer(name: str) -> bool:
+    """See `Store.has_tokenizer`; in the user's cache."""
+    return Store().has_tokenizer(name)
 
 
 def verify(name: str, progress: Progress = silent) -> None:

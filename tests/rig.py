@@ -20,7 +20,8 @@ from cloud_verifier.server import Server
 from cloud_verifier.service import StreamLimits
 from cloud_verifier.target_model import TargetModel, TorchTarget
 from cloud_verifier.torch_engine import TorchEngine
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.drafter import Budget, Drafter, DraftTask, HintTree
 from shared import codec
 from shared.errors import DeviceFailure

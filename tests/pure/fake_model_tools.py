@@ -34,12 +34,19 @@ def download(state: Path, arguments: list[str]) -> None:
 def convert(state: Path, gguf: Path, out: Path) -> None:
     out.mkdir()
     (out / "config.json").write_text("{}")
+    (out / "tokenizer.json").write_text('{"from": "model"}')
     (state / "pid").write_text(str(os.getpid()))
     if (state / "fail").exists():
         sys.exit("Traceback (most recent call last):\nValueError: unknown architecture\nthe end")
     while (state / "hang").exists() or ((state / "hold").exists() and not (state / "go").exists()):
         time.sleep(0.01)  # a converter at work, until the test's file lets it go on or the test ends it
     (out / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
+
+
+def convert_tokenizer(gguf: Path, out: Path) -> None:
+    out.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (out / name).write_text(f'{{"from": "{gguf.name}"}}')
 
 
 def export(arguments: list[str]) -> None:
@@ -75,6 +82,8 @@ def main() -> None:
         choose(Path(arguments[0]), Path(arguments[1]), arguments[2], Path(arguments[3]))
     elif command == "measure":
         measure(*map(Path, arguments))
+    elif command == "convert-gguf-tokenizer":
+        convert_tokenizer(*map(Path, arguments))
     else:
         export(arguments)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import model_folder, model_store
+from shared import model_folder
 from shared.errors import ConfigError, ModelLoadError
 from shared.model_build import Tools
 from shared.model_bundles import Bundle, Wheels, load_bundles
@@ -369,9 +369,9 @@ def test_an_exported_folder_that_was_copied_badly_is_refused_at_load(store: Stor
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DRAFTWIRE_CACHE", raising=False)
-    assert model_store.cache_root() == tmp_path / "draftwire"
+    assert model_folder.cache_root() == tmp_path / "draftwire"
     monkeypatch.setenv("DRAFTWIRE_CACHE", str(tmp_path / "own"))
-    assert model_store.cache_root() == tmp_path / "own"
+    assert model_folder.cache_root() == tmp_path / "own"
 
 
 def test_the_catalogue_names_every_part_and_only_known_drafts() -> None:

@@ -61,6 +61,16 @@ def test_list_shows_what_is_ready(store: Store, capsys: pytest.CaptureFixture[st
     assert "target ready, draft ready (int4, fp32 agrees 0.75)" in capsys.readouterr().out
 
 
+def test_the_tokenizer_alone_is_pulled_when_it_is_named(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("models", "pull", "fake", "--role", "tokenizer") == 0
+    assert capsys.readouterr().out == f"tokenizer: {store.folder(store.find('fake'), 'tokenizer')}\n"
+    run("models", "list")
+    assert capsys.readouterr().out.splitlines()[1].endswith("Apache-2.0  tokenizer ready")
+    store.pull("fake", "draft")
+    run("models", "list")
+    assert capsys.readouterr().out.splitlines()[1].endswith("draft ready (int4 agrees 0.75), tokenizer ready")
+
+
 def test_list_as_json_gives_the_folders(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     folder = store.pull("fake", "draft")
     assert run("models", "list", "--json") == 0

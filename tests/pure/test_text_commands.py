@@ -17,7 +17,7 @@ import pytest
 
 from edge_client import cli, text_commands
 from edge_client.cli_options import CONNECTION_OPTIONS
-from edge_client.client import ClientConfig
+from edge_client.client_config import ClientConfig
 from edge_client.events import Committed, Done, FinishReason, Piece, Preview, Report, State, StateChanged
 from edge_client.trace_file import read_trace
 from edge_client.transport import Traffic
@@ -26,8 +26,6 @@ from shared.sampling import SamplingParams
 from shared.types import Usage
 
 REPORT = Report(Usage(generated_tokens=2, steps=2), Traffic(), 1.0, 0.5, 0.0, 0, 0)
-NO_OPTION = {"user_text_tokens"}
-"""Settings that only a program has a use for."""
 
 
 class ScriptedClient:
@@ -83,7 +81,7 @@ class Terminal(io.StringIO):
 
 def test_every_setting_is_an_option_and_every_option_a_setting() -> None:
     options = {name.removeprefix("--").replace("-", "_") for name, _, _ in CONNECTION_OPTIONS}
-    assert options == {field.name for field in dataclasses.fields(ClientConfig)} - NO_OPTION
+    assert options == {field.name for field in dataclasses.fields(ClientConfig)}
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, _, text in CONNECTION_OPTIONS])

@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from cloud_verifier.loading import LoadedTarget, load_target
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import FinishReason
 from shared import agreement
 from shared.sampling import GREEDY, SamplingParams, warp

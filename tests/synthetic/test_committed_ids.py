@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.drafter import Budget, DraftTask, HintTree
 from edge_client.events import Result
 from edge_client.tokenizer import TextTokenizer

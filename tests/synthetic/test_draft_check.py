@@ -15,7 +15,8 @@ import pytest
 
 from cloud_verifier import draft_choices
 from edge_client import draft_check
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.draft_check import SINGLY, agreement_of
 from edge_client.drafter import ModelDrafter
 from edge_client.onnx_drafter import OnnxModel

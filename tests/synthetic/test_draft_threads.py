@@ -15,7 +15,8 @@ import torch
 
 import shared.cores
 from cloud_verifier.verifier_process import set_threads
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.onnx_drafter import OnnxModel
 from tests.tiny_pair import TinyPair
 
@@ -25,7 +26,8 @@ import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import json, sys
 from pathlib import Path
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.drafter import Budget, DraftTask
 from edge_client.onnx_drafter import OnnxModel
 from shared.sampling import GREEDY

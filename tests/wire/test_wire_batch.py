@@ -23,7 +23,8 @@ from cloud_verifier.loading import LoadedTarget
 from edge_client import batch, onnx_drafter
 from edge_client.batch_files import parse_lines
 from edge_client.cli import main
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import Done, State, StateChanged
 from edge_client.onnx_drafter import OnnxModel
 from shared.errors import ConfigError, ModelMismatch, Overloaded

@@ -164,26 +164,6 @@ async def test_ctrl_c_in_mid_text_leaves_what_was_written_and_a_trace_of_it(
     assert "".join(commit.text for commit in recording.commits).encode() == begun + rest
 
 
-async def test_drafting_by_retrieval_loads_no_model_and_writes_the_same_text(
-    loaded_tiny: LoadedTarget, tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of the draft's folder only the tokenizer is read: the model in it is none."""
-    folder = tmp_path / "draft"
-    folder.mkdir()
-    for file in tiny_pair.same_draft.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes() if file.name.startswith("tokenizer") else b"")
-    prompt = "one two one two one two"
-    async with serving(loaded_tiny) as running:
-        arguments = ["generate", prompt, "--raw", "--json", "--max-new-tokens", "24", "--temperature", "0"]
-        arguments += ["--verifier", running.address, "--draft", str(folder), "--drafter", "retrieval"]
-        assert await asyncio.to_thread(main, arguments) == 0
-        result = json.loads(capsys.readouterr().out)
-        async with SpeculativeClient(config(running, tiny_pair)) as client:
-            expected = await client.generate(prompt, max_new_tokens=24, sampling=GREEDY)
-    assert result["text"] == expected.text
-    assert result["draft_steps"] == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cloud_verifier.loading import LoadedTarget, load_target
-from edge_client.client import ClientConfig, SpeculativeClient
+from edge_client.client import SpeculativeClient
+from edge_client.client_config import ClientConfig
 from edge_client.events import Committed, Done, FinishReason, State, StateChanged
 from edge_client.transport import GrpcConnection, GrpcTransport, Traffic
 from shared.errors import ConfigError
