@@ -149,7 +149,8 @@ async def test_while_the_network_is_away_under_local_text_goes_on_unverified_and
     assert ids == truth
     assert State.UNVERIFIED in states
     assert [len(preview.ids) for preview in unverified] == sorted(len(preview.ids) for preview in unverified)
-    assert foretold and text == tiny_tokenizer.decode(truth)
+    assert foretold
+    assert text == tiny_tokenizer.decode(truth)
 
 
 async def test_a_verifier_restarted_on_its_port_continues_the_text(
