@@ -176,7 +176,9 @@ async def test_the_bytes_that_are_counted_are_those_that_travel(
         seen_up, seen_down = proxy.up_bytes - before[0], proxy.down_bytes - before[1]
     assert list(result.ids) == truth
     traffic = result.report.traffic
-    assert traffic.up_frames == sum(traffic.kinds[kind] for kind in ("open", "hint", "pace", "close") if kind in traffic.kinds)
+    assert traffic.up_frames == sum(
+        traffic.kinds[kind] for kind in ("open", "hint", "pace", "close") if kind in traffic.kinds
+    )
     assert traffic.down_frames == sum(traffic.kinds[kind] for kind in ("opened", "commit", "finished"))
     for seen, counted, frames, other_way in (
         (seen_up, traffic.up_bytes, traffic.up_frames, traffic.down_frames),
