@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from edge_client.calibration import Calibration, Recent
 from edge_client.link_clock import LinkClock
+from edge_client.uplink import Uplink
 from shared.types import PaceKind
 
 FIRST_ACCEPTANCE, FIRST_FREE_ACCEPTANCE, FIRST_OTHERS = 0.7, 0.3, 0.4
@@ -33,6 +34,10 @@ LEAST_MARGIN_S, MARGIN_SHARE = 0.0015, 0.04
 """Hints leave at least so long before the last moment, and this share of a step: steps with few hints are a little
 shorter than those with many, and a hint that comes late waits for a whole step."""
 
+ID_COST, MOST_ID_COST = 0.2, 0.5
+"""On a narrow uplink an id is worth sending where its reach is this share of the draft steps that its way takes: what
+is sent earlier for its sake would have been drafted meanwhile. It costs no more than the second."""
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -51,7 +56,7 @@ class EngineSettings:
 
 @dataclass
 class Experience:
-    """What was learnt of a pair of models; it outlives a text."""
+    """What was learnt of a pair of models, and of the way up to the verifier; it outlives a text."""
 
     calibration: Calibration = field(default_factory=Calibration)
     acceptance: Recent = field(default_factory=lambda: Recent(FIRST_ACCEPTANCE))
@@ -62,6 +67,8 @@ class Experience:
     """How often, where the likeliest was wrong, another drafted id was right."""
     backoff_s: float = FIRST_BACKOFF_S
     """How long drafting rests after it was measured to cost more than it brought."""
+    uplink: Uplink = field(default_factory=Uplink)
+    """Of the device, to the verifier that it is used with."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,8 @@ class Decision:
     pace: PaceKind
     margin_s: float
     """Hints leave so long before the last moment."""
+    send_reach: float
+    """What will be reached less often than this is not sent."""
     reason: str
     why: str
     """The reason and all that was gone by, in one line."""
@@ -254,16 +263,22 @@ class Controller:
         pace = self.settings.pace if is_on or waits_for_look_up else PaceKind.RUN_ON
         step_s = clock.step_s or 0.0
         margin_s = LEAST_MARGIN_S + MARGIN_SHARE * step_s + min(2 * clock.jitter_s, 0.25 * step_s)
+        send_reach = self._send_reach(clock)
         what = "on" if is_on else "by look-up" if has_free else "off"
         text = (
             f"hints {what} ({why}), pace {pace.value}; gain {gain:.2f}, acceptance {self.acceptance.share:.2f}, "
             f"depth {self._depth()}, width {self._width()}, "
             f"round trip {_ms(clock.round_trip_s)}{'' if clock.is_measured else ' (a guess)'}, "
             f"step {_ms(clock.step_s)}, draft {_ms(clock.draft_s)}, margin {_ms(margin_s)}"
+            f"{f', uplink {_ms(clock.uplink.id_s)} an id, sent from {send_reach:.2f}' if clock.uplink.id_s else ''}"
         )
         return Decision(
-            is_drafting, is_on, is_probe, self._depth(), self._width(), pace, margin_s, reason=why, why=text
+            is_drafting, is_on, is_probe, self._depth(), self._width(), pace, margin_s, send_reach, reason=why, why=text
         )
+
+    def _send_reach(self, clock: LinkClock) -> float:
+        draft_s = clock.draft_s or clock.step_s or math.inf
+        return max(self.settings.send_reach, min(MOST_ID_COST, ID_COST * clock.uplink.id_s / draft_s))
 
     def _depth(self) -> int:
         """As far as the text would follow half as often as is asked for, were every id right as often as usual."""

@@ -67,7 +67,7 @@ class EdgeEngine:
         self.experience = experience or Experience()
         self._end = min(request.generated_from + request.max_new_tokens, context_size)
         self._is_chain = request.is_chain
-        self.clock = LinkClock()
+        self.clock = LinkClock(self.experience.uplink)
         self.counters = Counters()
         self.limits = Limits()
         self._settings, self._request = settings, request
@@ -300,10 +300,10 @@ class EdgeEngine:
         return None if count > MAX_TREE_NODES else best
 
     def _missed(self, sent_at: float) -> int:
-        """How many steps begin, from the last commit on, before a hint sent then arrives."""
+        """How many steps begin, from the last commit on, before a hint of one id sent then arrives."""
         if self._settings.pace is PaceKind.WAIT:
             return int(self._is_verifier_at_work())
-        return self.clock.plans_missed(sent_at)
+        return self.clock.plans_missed(sent_at + self.clock.uplink.way_s(sent_at, 1))
 
     def _is_expandable(self, node: DraftNode) -> bool:
         return self._source not in node.heard and self._room(node) > 0 and not self._is_stop(node)
@@ -337,13 +337,13 @@ class EdgeEngine:
         """When a hint is due; None if there is nothing to send."""
         if self._is_online and now < self._resend_at:
             return self._resend_at
-        if not self._is_online or not self._to_send(now):
+        if not self._is_online or not (nodes := self._to_send(now)):
             return None
         if not self.decision.is_drafting:
             return now
         if self._settings.pace is PaceKind.WAIT and not self._is_verifier_at_work():
             return now if self._is_enough(now) else math.inf
-        departure = self.clock.next_departure(now)
+        departure = self.clock.next_departure(now, len(nodes))
         if departure is None:
             return now
         return max(now, departure - self.decision.margin_s)
@@ -403,7 +403,7 @@ class EdgeEngine:
                 node.number
                 or standing.depth > self._settings.depth
                 or not standing.depth
-                or standing.reach < self._settings.send_reach
+                or standing.reach < self.decision.send_reach
             ):
                 continue
             if standing.depth <= standing.sent_depth + missed or not self._is_worth_sending(node):
@@ -437,7 +437,7 @@ class EdgeEngine:
             return None
         hint = self._packer.pack(nodes, self._ids[: self._length], self.limits)
         self._sent_at = now
-        self.clock.note_sent(self._packer.last_node, now)
+        self.clock.note_sent(self._packer.last_node, now, len(nodes))
         self.counters.hints += 1
         self.counters.hint_nodes += len(nodes)
         return hint

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 
+from edge_client.uplink import Uplink
+
 FOLLOW = 0.3
 """Weight of a new measurement."""
 RECENT_STEPS = 16
@@ -47,21 +49,23 @@ class Smoothed:
 class LinkClock:
     """Follows one session's link. Unknown times are None until something was measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, uplink: Uplink | None = None) -> None:
+        """`uplink`: what is known of the way up from earlier texts."""
+        self.uplink = uplink or Uplink()
         self._round_trip, self._step, self._draft = Smoothed(), Smoothed(), Smoothed()
         self._guessed_round_trip: float | None = None
         self._hinted_step = Smoothed()
         self._plain_steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._running_s: float | None = None
-        self._sent: OrderedDict[int, float] = OrderedDict()
+        self._sent: OrderedDict[int, tuple[float, tuple[float, ...]]] = OrderedDict()
         self.last_commit_at: float | None = None
         self.queue_s = 0.0
 
     # ------------------------------------------------------------ what happened
 
-    def note_sent(self, last_node: int, now: float) -> None:
-        """A hint went out; its last node has this number."""
-        self._sent[last_node] = now
+    def note_sent(self, last_node: int, now: float, ids: int = 1) -> None:
+        """A hint of so many ids went out; its last node has this number."""
+        self._sent[last_node] = now, self.uplink.send(now, ids)
         if len(self._sent) > SENT_REMEMBERED:
             self._sent.popitem(last=False)
 
@@ -72,6 +76,7 @@ class LinkClock:
     def note_opened(self, seconds: float) -> None:
         """An open or resume was answered after so long: a first idea of the round trip, and no more."""
         self._guessed_round_trip = min(MOST_GUESSED_S, seconds)
+        self.uplink.begin()
         self._sent.clear()  # the numbers of another stream
 
     def note_commit(
@@ -81,8 +86,10 @@ class LinkClock:
         measured = None
         sent = self._sent.get(seen_node)
         if sent is not None and hint_wait_s is not None:
-            measured = max(0.0, now - sent - hint_wait_s - step_s)
-            self._round_trip.note(measured)
+            sent_at, ways_s = sent
+            measured = max(0.0, now - sent_at - hint_wait_s - step_s)
+            self.uplink.note(ways_s, measured)
+            self._round_trip.note(max(0.0, measured - self.uplink.way_of(ways_s)))
         for node in [node for node in self._sent if node <= seen_node]:
             del self._sent[node]
         if step_s > 0 and self.last_commit_at is not None:  # the first step of a stream reads the prompt
@@ -98,7 +105,8 @@ class LinkClock:
     def newest_arrived(self, now: float, seen_node: int) -> int:
         """The highest node number that the verifier had when it sent the commit that came now."""
         before = now - (self.round_trip_s or 0.0)
-        return max([seen_node, *(node for node, sent_at in self._sent.items() if sent_at <= before)])
+        sent = ((node, at + self.uplink.way_of(ways_s)) for node, (at, ways_s) in self._sent.items())
+        return max([seen_node, *(node for node, up_at in sent if up_at <= before)])
 
     def expect_step(self, has_hints: bool) -> None:
         """The step that began when the last commit left: with hints, or without."""
@@ -108,7 +116,7 @@ class LinkClock:
 
     @property
     def round_trip_s(self) -> float | None:
-        """There and back, without the verifier's own time."""
+        """There and back, without the verifier's own time, and without what a narrow uplink takes for each id."""
         return self._guessed_round_trip if self._round_trip.value is None else self._round_trip.value
 
     @property
@@ -144,8 +152,8 @@ class LinkClock:
         return self._round_trip.scatter + self._step.scatter
 
     def plans_missed(self, sent_at: float) -> int:
-        """How many steps a verifier that runs on begins, from the last commit known here on, before a hint sent then
-        arrives. At least 1 after a commit: the step that began when that commit left."""
+        """How many steps a verifier that runs on begins, from the last commit known here on, before a hint arrives
+        whose last bytes went out then. At least 1 after a commit: the step that began when that commit left."""
         last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
         if last is None or not step or round_trip is None or (arrives := sent_at - last + round_trip) < 0:
             return 0
@@ -156,10 +164,15 @@ class LinkClock:
         """The step that runs now, and the queue before it."""
         return (self._running_s or self.step_s or 0.0) + self.queue_s
 
-    def next_departure(self, now: float) -> float | None:
-        """The latest moment to send what the next step that can still be reached is to see. None: not known."""
+    def next_departure(self, now: float, ids: int = 1) -> float | None:
+        """The latest moment to send a hint of so many ids that the next step that can still be reached is to see.
+
+        None: not known.
+        """
         last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
         if last is None or not step or round_trip is None:
             return None
-        missed = self.plans_missed(now)
-        return last - round_trip + (0.0 if missed == 0 else self._first_s + (missed - 1) * (step + self.queue_s))
+        way_s = self.uplink.way_s(now, ids)
+        missed = self.plans_missed(now + way_s)
+        begins = 0.0 if missed == 0 else self._first_s + (missed - 1) * (step + self.queue_s)
+        return last - round_trip - way_s + begins

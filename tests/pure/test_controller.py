@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from edge_client.calibration import Recent
-from edge_client.controller import Controller, Decision, EngineSettings, Experience
+from edge_client.controller import ID_COST, MOST_ID_COST, Controller, Decision, EngineSettings, Experience
 from edge_client.link_clock import LinkClock
+from edge_client.uplink import FRAME_IDS, Uplink
 from shared.types import PaceKind
 
 
@@ -314,3 +315,29 @@ def test_commits_that_come_in_bunches_are_no_fast_streaming() -> None:
     now = commits(controller, 10.0, [0.0001] * 20, 1, is_plain=True)
     now = commits(controller, now, [0.15] * 30, 2, is_plain=False)
     assert controller.decide(now, clock).is_drafting
+
+
+# ---------------------------------------------------------------- a narrow uplink
+
+
+def test_on_a_narrow_uplink_only_what_is_likely_is_sent_and_the_line_says_so() -> None:
+    controller = controller_with(0.8)
+    wide, narrow = clock_of(draft_s=0.008), clock_of(draft_s=0.008)
+    narrow.uplink = narrow_uplink(0.004)
+    assert controller.decide(40.0, wide).send_reach == EngineSettings().send_reach
+    assert "uplink" not in controller.decide(40.0, wide).why
+    decision = controller.decide(40.0, narrow)
+    assert decision.send_reach == pytest.approx(ID_COST * narrow.uplink.id_s / 0.008)
+    assert "uplink" in decision.why
+    narrow.uplink = narrow_uplink(0.03)
+    assert controller.decide(40.0, narrow).send_reach == MOST_ID_COST
+
+
+def narrow_uplink(id_s: float) -> Uplink:
+    """One that has found about that."""
+    uplink = Uplink()
+    for n in range(12):
+        ids = 1 + 5 * n % 17
+        uplink.note(uplink.send(float(n), ids), 0.05 + (FRAME_IDS + ids) * id_s)
+    assert uplink.id_s == pytest.approx(id_s, rel=0.2)
+    return uplink

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,10 @@ import pytest
 from bench.recorded_target import Times
 from bench.traces import Trace
 from bench.virtual import World
-from edge_client.controller import EngineSettings
+from edge_client.controller import EngineSettings, Experience
 from edge_client.drafter import Budget, DraftTask, HintTree, ModelDrafter
 from edge_client.edge_engine import DraftJob, EdgeEngine
+from edge_client.uplink import Uplink
 from shared.sampling import GREEDY
 from shared.types import Commit, Epoch, Limits, Open, Opened, PaceKind, Reason, Rule, SessionId
 from tests.formula_model import VALID, formula_row
@@ -383,3 +385,39 @@ def test_beside_a_model_slower_than_the_verifier_the_hints_of_look_up_still_leav
     assert world.seen[-1].is_drafting
     assert outcome.seconds < streaming_s(trace, world.times) / 1.5
     assert sum(seen.at > outcome.seconds / 2 and seen.is_drafting for seen in world.seen) > 5
+
+
+# ---------------------------------------------------------------- a narrow uplink
+
+
+class Wordy(ScriptedDrafter):
+    """Names six alternatives beside each id."""
+
+    def propose(self, budget: Budget) -> HintTree:
+        """See Drafter."""
+        said = super().propose(budget)
+        ids = tuple(dict.fromkeys((*said.ids, *range(200, 206))))
+        return HintTree(ids, (-1,) * len(ids), (0.7, *[0.05] * (len(ids) - 1)))
+
+
+class Blind(Uplink):
+    """Never believes that ids cost time."""
+
+    def note(self, ways_s: tuple[float, ...], round_trip_s: float) -> None:
+        """Learns nothing."""
+
+
+@pytest.mark.parametrize("up_bytes_per_s", [250, 500, 1000])
+def test_on_a_narrow_uplink_knowing_it_saves_bytes_and_costs_no_time(up_bytes_per_s: float) -> None:
+    traces, outcomes = [trace_of(150), trace_of(160)], {}
+    for known in (Uplink(), Blind()):
+        experience = Experience(uplink=known)
+        times = replace(Times(0.1, 0.05, 0.008), up_bytes_per_s=up_bytes_per_s)
+        outcomes[type(known)] = [
+            World(trace, times, EngineSettings(width=7), Wordy(trace, 0.9), experience=experience).run()
+            for trace in traces
+        ]
+        assert (known.id_s > 0) is not isinstance(known, Blind)
+    with_it, without = outcomes[Uplink], outcomes[Blind]
+    assert sum(text.up_bytes for text in with_it) < 0.9 * sum(text.up_bytes for text in without)
+    assert sum(text.seconds for text in with_it) < 1.02 * sum(text.seconds for text in without)

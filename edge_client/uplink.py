@@ -1,0 +1,94 @@
+"""How long ids are on their way up: what a narrow uplink costs, learnt from round trips.
+
+Pure: times are arguments. Must not know: frames' contents. Used by `link_clock` and `edge_engine`. Several guesses are
+held against what round trips show, each with a queue of its own, for on a narrow link frames wait for each other; the
+guess that leaves the least unexplained is believed. Ids are counted, not bytes: under the rejection rule what leaves
+when must not depend on what was drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FRAME_IDS = 3
+"""What a frame without ids weighs, as ids."""
+GUESSES_S = (0.0, *(0.0002 * 2 ** (step / 2) for step in range(16)))
+"""Of one id; the first: the link is wide, and ids cost no time."""
+DECAY = 0.93
+"""What a round trip still counts after one more."""
+LEAST_FRAMES = 4
+CLEARLY = 0.5
+LEAST_SCATTER_S = 0.001
+"""A guess is believed when it leaves less than this share of the scatter that a wide link would leave, and there that
+is more than the second: less is not worth explaining."""
+
+
+@dataclass
+class _Guess:
+    """One id takes `id_s`: when the link would be free again, and how round trips scatter less the way up."""
+
+    id_s: float
+    free_at: float = -math.inf
+    weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def way_s(self, now: float, ids: int) -> float:
+        return max(0.0, self.free_at - now) + (FRAME_IDS + ids) * self.id_s
+
+    def send(self, now: float, ids: int) -> float:
+        way_s = self.way_s(now, ids)
+        self.free_at = now + way_s
+        return way_s
+
+    def note(self, rest_s: float) -> None:
+        self.weight = DECAY * self.weight + 1
+        self.total = DECAY * self.total + rest_s
+        self.squares = DECAY * self.squares + rest_s * rest_s
+
+    @property
+    def scatter(self) -> float:
+        mean = self.total / self.weight
+        return max(0.0, self.squares / self.weight - mean * mean)
+
+
+class Uplink:
+    """Follows one device's way up to its verifier; it outlives a text."""
+
+    def __init__(self) -> None:
+        self._guesses = [_Guess(id_s) for id_s in GUESSES_S]
+        self._believed, self._answered = 0, 0
+
+    @property
+    def id_s(self) -> float:
+        """Seconds that one id is on its way for its length alone; 0 on a wide link, and until round trips tell."""
+        return self._guesses[self._believed].id_s
+
+    def begin(self) -> None:
+        """A new stream: nothing is in the queue. What was learnt stays."""
+        for guess in self._guesses:
+            guess.free_at = -math.inf
+
+    def send(self, now: float, ids: int) -> tuple[float, ...]:
+        """A frame of so many ids leaves. By each guess, how much longer it is on its way than no bytes would be."""
+        return tuple(guess.send(now, ids) for guess in self._guesses)
+
+    def note(self, ways_s: tuple[float, ...], round_trip_s: float) -> None:
+        """The frame of which `send` said this was answered after so long, the verifier's own time taken off."""
+        for guess, way_s in zip(self._guesses, ways_s, strict=True):
+            guess.note(round_trip_s - way_s)
+        self._answered += 1
+        if self._answered >= LEAST_FRAMES:
+            best = min(range(len(GUESSES_S)), key=lambda index: self._guesses[index].scatter)
+            wide = self._guesses[0].scatter
+            is_clear = wide > LEAST_SCATTER_S**2 and self._guesses[best].scatter < CLEARLY * wide
+            self._believed = best if is_clear else 0
+
+    def way_of(self, ways_s: tuple[float, ...]) -> float:
+        """That of what `send` said which is believed now."""
+        return ways_s[self._believed]
+
+    def way_s(self, now: float, ids: int) -> float:
+        """How much longer than no bytes a frame of so many ids would be on its way, were it to leave now."""
+        return self._guesses[self._believed].way_s(now, ids)
