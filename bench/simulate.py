@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,18 @@ def _cell(args: argparse.Namespace, times: Times, texts: list[Text], pace: PaceK
         "up_bytes_per_token": sum(o.up_bytes for o in ours) / tokens,
         "hints_per_token": sum(o.hints for o in ours) / tokens,
         "draft_steps_per_token": sum(o.draft_steps for o in ours) / tokens,
+        "acceptance_by_depth": _acceptance_by_depth(ours),
         "tokens": tokens,
     }
+
+
+def _acceptance_by_depth(texts: list[Outcome]) -> list[float]:
+    """The share of commits whose first, second, ... id was hinted rightly, of those with a hint there; 20 at least."""
+    right, judged = (
+        [sum(counts) for counts in zip_longest(*many, fillvalue=0)]
+        for many in ([text.right_by_depth for text in texts], [text.judged_by_depth for text in texts])
+    )
+    return [round(good / of, 3) for good, of in zip(right, judged, strict=True) if of >= 20]
 
 
 def _streaming_s(text: Text, times: Times) -> float:

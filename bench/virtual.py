@@ -51,6 +51,8 @@ class Outcome:
     down_bytes: int
     hints: int
     draft_steps: int
+    judged_by_depth: tuple[int, ...] = ()
+    right_by_depth: tuple[int, ...] = ()
     log: list[str] = field(default_factory=list)
 
 
@@ -144,6 +146,7 @@ class World:
         self.out.tokens, self.out.steps, self.out.dry_steps = len(self.trace.ids), usage.steps, usage.dry_steps
         self.out.ids_sent, self.out.hints = counters.hint_nodes, counters.hints
         self.out.draft_steps = counters.draft_steps
+        self.out.judged_by_depth, self.out.right_by_depth = counters.judged_by_depth, counters.right_by_depth
         return self.out
 
     def _opened(self, now: float) -> None:

@@ -93,6 +93,8 @@ def test_a_cell_tells_what_drafting_ahead_brings_over_both(pace: PaceKind) -> No
     assert row["tokens"] == 128
     assert row["ids_sent_per_token"] > 0.5
     assert row["up_bytes_per_token"] > row["ids_sent_per_token"]
+    assert row["acceptance_by_depth"][0] > 0.5
+    assert max(row["acceptance_by_depth"]) <= 1
 
 
 def test_without_a_model_none_is_asked() -> None:
