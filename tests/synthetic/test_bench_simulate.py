@@ -86,11 +86,11 @@ def test_alternatives_beside_the_chain_save_what_the_first_choice_missed() -> No
 
 @pytest.mark.parametrize("pace", [PaceKind.RUN_ON, PaceKind.WAIT])
 def test_a_cell_tells_what_drafting_ahead_brings_over_both(pace: PaceKind) -> None:
-    row = simulate._cell(arguments(drafters="model"), TIMES, [text_of(Knowing(9)), text_of(Knowing(9))], pace)
+    row = simulate._cell(arguments(drafters="model"), TIMES, [text_of(Knowing(9)) for _ in range(4)], pace)
     assert row["over_streaming"] > 2
     assert row["over_wait"] == pytest.approx(row["over_streaming"] / row["wait_over_streaming"])
     assert row["forwards_per_token"] < 0.5
-    assert row["tokens"] == 128
+    assert row["tokens"] == 256
     assert row["ids_sent_per_token"] > 0.5
     assert row["up_bytes_per_token"] > row["ids_sent_per_token"]
     assert row["acceptance_by_depth"][0] > 0.5
