@@ -7,7 +7,10 @@ Must not know: sessions, the wire. Called by `draft_loading` when a draft is loa
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.metadata
 import logging
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,14 +69,16 @@ def _share(flags: Sequence[bool]) -> float:
 def warn_if_unlike_its_source(model: ScoringModel, folder: Path) -> None:
     """(worker thread) Takes the self-test beside a draft, and logs a warning if the draft fails it.
 
-    A folder without one is not tested: an export of the user's own, or one of an older version.
+    A folder without one is not tested: an export of the user's own, or one of an older version. On the machine where
+    the draft was exported the test was taken then.
     """
     try:
         test = read_self_test(folder / SELF_TEST)
         if test is None:
             log.debug("%s has no %s: it is not tested", folder, SELF_TEST)
             return
-        agreement = agreement_of(model, test)
+        is_measured_here = bool(test.machine) and test.machine == this_machine()
+        agreement = test.agreement if is_measured_here else agreement_of(model, test)
     except ModelError as error:
         log.warning("the draft in %s could not be tested: %s; pull or export it again", folder, error.message)
         return
@@ -92,6 +97,21 @@ def warn_if_unlike_its_source(model: ScoringModel, folder: Path) -> None:
         test.precision,
         _remedy(test.precision) if level == logging.WARNING else "",
     )
+
+
+def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """A digest of what decides which instructions a draft runs with: the processor, what it can do, and the runtime."""
+    told = {"machine": platform.machine(), "processor": platform.processor()}
+    told["onnxruntime"] = importlib.metadata.version("onnxruntime")
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "flags", "Features", "CPU part"):
+            told.setdefault(name.strip(), " ".join(sorted(value.split())))
+    return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:32]
 
 
 def _remedy(precision: str) -> str:
@@ -113,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     test = read_self_test(options.file)
     if test is None:
         raise ModelLoadError(f"there is no file {options.file}")
-    replace(test, agreement=agreement_of(OnnxModel(options.draft), test)).write(options.file)
+    agreement = agreement_of(OnnxModel(options.draft), test)
+    replace(test, agreement=agreement, machine=this_machine()).write(options.file)
     return 0
 
 

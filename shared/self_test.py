@@ -36,6 +36,8 @@ class SelfTest:
     """Ids to feed. Shapes: texts (ragged), up to TEXT_IDS each."""
     choices: Texts
     """The id with the source's highest score after each of them. Shapes: as `texts`."""
+    machine: str = ""
+    """Tells the processor and the runtime that `agreement` was measured on from others; empty: not known."""
 
     def write(self, file: Path) -> None:
         """Writes the file."""
@@ -55,6 +57,7 @@ def read_self_test(file: Path) -> SelfTest | None:
             float(said["agreement"]),
             _texts(said["texts"]),
             _texts(said["choices"]),
+            str(said.get("machine", "")),
         )
         shapes = [[len(text) for text in texts] for texts in (found.texts, found.choices)]
         lengths = shapes[0]

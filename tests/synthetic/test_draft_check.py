@@ -17,7 +17,7 @@ from cloud_verifier import draft_choices
 from edge_client import draft_check
 from edge_client.client import SpeculativeClient
 from edge_client.client_config import ClientConfig
-from edge_client.draft_check import SINGLY, agreement_of
+from edge_client.draft_check import SINGLY, agreement_of, this_machine
 from edge_client.drafter import ModelDrafter
 from edge_client.onnx_drafter import OnnxModel
 from shared.errors import ModelLoadError
@@ -90,6 +90,33 @@ def test_a_draft_that_chooses_otherwise_is_warned_of_by_folder_figure_bound_and_
     for part in (f" {agreement:.2f} of its self-test", "below the bound of 0.97 for fp32", "--precision int8", "stays"):
         assert part in message
     assert "\n" not in message
+
+
+def test_where_the_draft_was_exported_the_test_is_not_taken_again(
+    load: Any, right: SelfTest, tiny_pair: TinyPair
+) -> None:
+    here = replace(right, agreement=0.99, machine=this_machine())
+    (record,) = load(tiny_pair.noisy_draft, here)
+    assert record.levelno == logging.DEBUG
+    assert "0.99" in record.getMessage()
+    (record,) = load(tiny_pair.noisy_draft, replace(here, machine="of another processor"))
+    assert record.levelno == logging.WARNING
+    (record,) = load(tiny_pair.noisy_draft, replace(here, agreement=0.2))
+    assert record.levelno == logging.WARNING, "it was bad where it was made"
+
+
+def test_another_processor_or_runtime_is_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (
+        "processor\t: 0\nmodel name\t: A\nflags\t\t: fma avx2\n\nprocessor\t: 1\nmodel name\t: A\nflags\t\t: fma avx2\n"
+    )
+    (tmp_path / "one").write_text(told)
+    (tmp_path / "same").write_text(told.replace("processor\t: 1", "processor\t: 7").replace("fma avx2", "avx2 fma"))
+    (tmp_path / "other").write_text(told.replace("avx2", "avx2 avx_vnni"))
+    names = [this_machine(tmp_path / name) for name in ("one", "same", "other", "none")]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.1")
+    assert this_machine(tmp_path / "one") != names[0]
 
 
 def test_a_draft_without_a_self_test_is_loaded_with_a_debug_line(load: Any, tiny_pair: TinyPair) -> None:
@@ -170,7 +197,7 @@ def test_both_halves_run_as_the_model_store_runs_them(right: SelfTest, tiny_pair
         file = build_self_test(job, Tools(), tiny_pair.target, tiny_pair.same_draft, "fp32")
     assert file == tmp_path / SELF_TEST
     found = read_self_test(file)
-    assert found == replace(right, agreement=1.0)
+    assert found == replace(right, agreement=1.0, machine=this_machine())
 
 
 def test_what_fails_to_be_measured_is_an_error(tiny_pair: TinyPair, tmp_path: Path) -> None:
