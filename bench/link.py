@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "tokens": settings.tokens,
         "repeats": settings.repeats,
         "jitter_ms": settings.jitter_ms,
+        "up_bytes_per_s": settings.up_bytes_per_s,
         "draftwire": settings.given,
         **measured,
     }
@@ -153,7 +154,7 @@ class Bench:
     ) -> tuple[dict[str, list[Outcome]], dict[str, tuple[int, int]], float]:
         """Per variant the outcomes and the bytes at the proxy; and the proxy's CPU time."""
         settings = self._settings
-        with DelayProxy(verifier, Shape(rtt_ms, settings.jitter_ms, seed=SEED)) as proxy:
+        with DelayProxy(verifier, Shape(rtt_ms, settings.jitter_ms, settings.up_bytes_per_s, seed=SEED)) as proxy:
             transport = self._transport(proxy.address)
             async with self._client(proxy.address, transport) as client:
                 device = Device(transport, client.card, self._drafter, self._executor)

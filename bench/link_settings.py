@@ -35,6 +35,8 @@ class Settings:
     jitter_ms: float
     given: dict[str, Any]
     """Draftwire's own settings, where not the client's defaults."""
+    up_bytes_per_s: float = 0.0
+    """Of the device's uplink, framing included; 0: no limit."""
     only: tuple[str, ...] = ()
     """Words of which a variant's name must hold one; empty: all. Streaming and the draft alone always run."""
 
@@ -58,6 +60,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--degrade", type=float, default=0.0, metavar="P", help="spoil the draft: right at about P of positions")
     add("--drafter", default="model", choices=("model", "random"), help="random: a draft that is never right")
     add("--jitter-ms", type=float, default=0.0, metavar="N", help="up to so much more each way (default: 0)")
+    add("--uplink", type=float, default=0.0, metavar="BYTES/S", help="limit of the device's uplink (default: none)")
     for name, kind in OF_DRAFTWIRE:
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help="of Draftwire (default: the client's)")
     add("--draftwire-drafter", choices=("model", "both"), help="with look-up or without (default: both; spoilt: model)")
@@ -81,6 +84,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         is_random=args.drafter == "random",
         jitter_ms=args.jitter_ms,
         given=_given(args),
+        up_bytes_per_s=args.uplink,
         only=tuple(filter(None, args.only.split(","))),
     )
     _check(settings)
@@ -110,3 +114,5 @@ def _check(settings: Settings) -> None:
         raise ConfigError("degrade must be below 1, and is for the model drafter only", field="degrade")
     if settings.jitter_ms < 0:
         raise ConfigError("jitter_ms must be at least 0", field="jitter_ms")
+    if settings.up_bytes_per_s < 0:
+        raise ConfigError("uplink must be at least 0", field="uplink")

@@ -148,6 +148,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_quick_is_smaller_and_what_is_given_stands() -> None:
     quick, normal = settings_of(parsed("--quick", "--tokens", "7")), settings_of(parsed("--hint-reach", "0"))
+    assert (quick.up_bytes_per_s, settings_of(parsed("--uplink", "2000")).up_bytes_per_s) == (0, 2000)
     assert (quick.rtts_ms, quick.prompts, quick.tokens, quick.lengths) == ((20, 100), 6, 7, (2, 4, 8))
     assert (normal.rtts_ms, normal.prompts, normal.lengths) == ((0, 20, 50, 100, 200), 20, tuple(range(1, 9)))
     assert normal.given == {"hint_reach": 0.0, "drafter": "both"}
@@ -167,6 +168,7 @@ def test_quick_is_smaller_and_what_is_given_stands() -> None:
         ["--degrade", "1"],
         ["--degrade", "0.5", "--drafter", "random"],
         ["--jitter-ms", "-1"],
+        ["--uplink", "-1"],
     ],
     ids=" ".join,
 )
