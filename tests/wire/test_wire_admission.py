@@ -36,7 +36,7 @@ def prompt(number: int) -> tuple[int, ...]:
     return (*PROMPT, 80 + number)
 
 
-def with_limits(observer: Recorder | None = None, max_queue_ms: int = 10_000, **limits: int) -> dict[str, Any]:
+def with_limits(observer: Recorder | None = None, max_queue_ms: int = 600_000, **limits: int) -> dict[str, Any]:
     """Engine options for a verifier with such limits."""
     return {
         "admission": AdmissionLimits(**limits),
@@ -369,11 +369,13 @@ async def test_a_paused_text_is_cut_when_the_drain_is_over(loaded_tiny: LoadedTa
     async with serving(loaded_tiny) as running, raw(running) as stub:
         stream = RawStream(stub)
         await stream.open(open_frame(loaded_tiny, PROMPT, run_ahead=2))
+        while len(stream.ids) < 2:
+            await stream.until(Commit)
         await running.server.stop(0.2)
         await unavailable(stream)
         assert any(isinstance(frame, Draining) for frame in stream.received)
         assert not any(isinstance(frame, Finished) for frame in stream.received)
-        assert len([token for frame in stream.received if isinstance(frame, Commit) for token in frame.ids]) == 2
+        assert len(stream.ids) == 2
 
 
 class FailingTarget(TorchTarget):
@@ -391,7 +393,7 @@ class FailingTarget(TorchTarget):
 async def test_those_who_wait_learn_of_a_device_failure_at_once(loaded_tiny: LoadedTarget) -> None:
     # Once wrong: they waited until their time was up, and were told that there was no room.
     model = FailingTarget(loaded_tiny.model.lm, loaded_tiny.model.context_size, 16 << 20)
-    options = with_limits(max_queue_ms=600_000, max_sessions=1, max_queue=5)
+    options = with_limits(max_sessions=1, max_queue=5)
     async with serving(loaded_tiny, model=model, engine_options=options) as running, raw(running) as stub:
         first = RawStream(stub)
         await first.open(open_frame(loaded_tiny, PROMPT, run_ahead=2))
