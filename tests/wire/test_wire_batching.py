@@ -142,7 +142,7 @@ async def test_a_request_gets_the_same_ids_whoever_shares_its_steps(
     prompt = tuple(range(60, 93))
     for params in (GREEDY, PARAMS[1]):
         truth = plain.ids(prompt, 20, params, 5)
-        async with serving(loaded_tiny) as running, raw(running) as stub:
+        async with serving(loaded_tiny, lease_ms=1) as running, raw(running) as stub:
             for company in (0, 1, 3, 7, 15):
                 neighbours, probe, again = [RawStream(stub) for _ in range(company)], RawStream(stub), RawStream(stub)
                 for number, stream in enumerate(neighbours):
@@ -160,8 +160,9 @@ async def test_a_request_gets_the_same_ids_whoever_shares_its_steps(
                 assert max(sizes) == company + 1
                 await again.open(asked)
                 assert await again.rest() == truth
-                for stream in neighbours:
+                for stream in (*neighbours, probe, again):
                     stream.call.cancel()
+                await running.settled(lambda: running.sessions == 0)
 
 
 # ---------------------------------------------------------------- devices that vanish
