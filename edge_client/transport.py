@@ -176,7 +176,7 @@ class GrpcConnection:
         So it is counted whoever waits for it.
         """
         message = codec.encode_up(frame)
-        if self._writing is not None:
+        if self._writing is not None and not self._writing.done():
             await asyncio.wait({self._writing})
         self._writing = asyncio.ensure_future(self._call.write(message))
         self._writing.add_done_callback(lambda done: self._count(done, frame, message.ByteSize()))
