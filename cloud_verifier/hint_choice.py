@@ -78,7 +78,7 @@ class Candidate:
     max_nodes: int
     is_chain: bool
     is_tried: bool = False
-    """Its first node is verified whatever it seems worth."""
+    """Its first node is verified whatever it seems worth and whatever that seems to cost."""
 
     def worth(self, node: Node, depth: int, rank: int) -> float:
         """The probability that a node is accepted once its parent is."""
@@ -87,6 +87,10 @@ class Candidate:
         if self.is_chain:
             return self.acceptance.probability(depth, 0)
         return self.acceptance.probability(depth, rank, node.probability)
+
+    def is_due(self, node: Node) -> bool:
+        """True for the node that is to be tried."""
+        return self.is_tried and node is next(iter(self.trie.children.values()))
 
 
 Cost = Callable[[int], float]
@@ -124,7 +128,7 @@ def choose_nodes(
         taken.append((index, node))
         gained -= negative
         rate = gained / cost(tokens + len(taken))
-        if rate >= best_rate:
+        if rate >= best_rate or candidates[index].is_due(node):
             best, best_rate = len(taken), rate
         offer(index, node.children.values(), -negative, depth + 1)
     chosen: list[list[Node]] = [[] for _ in candidates]
@@ -155,7 +159,9 @@ def choose_nodes_slowly(
         (gained + sum(reach for reach, _, _ in ranked[:size])) / cost(tokens + size)
         for size in range(min(max_nodes, len(ranked)) + 1)
     ]
-    best = max(range(len(rates)), key=lambda size: (rates[size], size))
+    due = [size for size, (_, index, node) in enumerate(ranked, 1) if candidates[index].is_due(node)]
+    least = max((size for size in due if size < len(rates)), default=0)
+    best = max(range(least, len(rates)), key=lambda size: (rates[size], size))
     chosen: list[list[Node]] = [[] for _ in candidates]
     for _, index, node in ranked[:best]:
         chosen[index].append(node)

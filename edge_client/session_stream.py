@@ -110,7 +110,13 @@ class SessionStream:
         await self._disconnect()
         self._connection = await self._transport.connect(self.traffic)
         asked_at = asyncio.get_running_loop().time()
-        await self.send(frame)
+        answer = self.receiving()  # first: a stream that was refused at once can be read still, if a read was waiting
+        try:
+            await self.send(frame)
+        except DraftwireError:
+            await asyncio.wait({answer}, timeout=GOODBYE_S)
+            if not self.has_frame:
+                raise
         await asyncio.wait({self.receiving()})  # a caller that is cancelled here still has a stream to say goodbye on
         match self.take():
             case Opened() as opened:

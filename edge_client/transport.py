@@ -171,12 +171,15 @@ class GrpcConnection:
         self._writing: asyncio.Future[None] | None = None
 
     async def send(self, frame: UpFrame) -> None:
-        """See Connection. A caller that is cancelled here leaves the write to finish: grpc would end the stream."""
+        """See Connection. A caller that is cancelled here leaves the write to finish: grpc would end the stream.
+
+        So it is counted whoever waits for it.
+        """
         message = codec.encode_up(frame)
-        if self._writing is not None:
+        if self._writing is not None and not self._writing.done():
             await asyncio.wait({self._writing})
         self._writing = asyncio.ensure_future(self._call.write(message))
-        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._writing.add_done_callback(lambda done: self._count(done, frame, message.ByteSize()))
         try:
             await asyncio.shield(self._writing)
         except grpc.aio.AioRpcError as error:
@@ -185,7 +188,10 @@ class GrpcConnection:
             if self._call.done():
                 raise self._transport._translated(await self._call.code(), await self._call.details()) from error
             raise TransportError("the stream has ended") from error
-        self._traffic.count_up(frame, message.ByteSize())
+
+    def _count(self, write: asyncio.Future[None], frame: UpFrame, size: int) -> None:
+        if not write.cancelled() and write.exception() is None:
+            self._traffic.count_up(frame, size)
 
     async def receive(self) -> DownFrame | None:
         """See Connection."""

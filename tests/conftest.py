@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ SMOLLM2 = "smollm2-135m"
 
 @pytest.fixture
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that never rest: whether hints pay is measured in seconds, and on a busy machine they may not."""
+    """Devices that never rest: whether hints pay is measured in seconds, and on a busy machine they may not.
+
+    Neither the model rests nor look-up.
+    """
     from edge_client.controller import Controller
 
-    monkeypatch.setattr(Controller, "_maybe_rest", lambda *args: None)
+    monkeypatch.setattr(Controller, "expected_gain", lambda *args, **named: math.inf)
+    monkeypatch.setattr(Controller, "_is_losing", lambda *args: False)
 
 
 @pytest.fixture(scope="session")

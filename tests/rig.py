@@ -6,6 +6,7 @@ Everything below the test is the product's: service, engine, worker, grpc.aio on
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -67,6 +68,23 @@ class Running:
         async with asyncio.timeout(PATIENCE_S):
             while not condition():  # noqa: ASYNC110 (what is waited for happens on another thread)
                 await asyncio.sleep(0.005)
+
+    @asynccontextmanager
+    async def standing_still(self, commands: int = 0) -> AsyncIterator[None]:
+        """Meanwhile the device's thread stands still; it goes on when so many commands wait for it, all at once."""
+        stands, gate = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            stands.set()
+            gate.wait(PATIENCE_S)
+
+        self.engine.submit(stand)
+        await asyncio.to_thread(stands.wait, PATIENCE_S)
+        try:
+            yield
+            await self.settled(lambda: self.engine.worker._commands.qsize() >= commands)
+        finally:
+            gate.set()
 
 
 @asynccontextmanager

@@ -68,7 +68,8 @@ def random_candidate(rng: random.Random) -> Candidate:
     is_chain = rng.random() < 0.3
     trie = HintTrie(3, 1000, 1000, is_chain=is_chain)
     trie.insert(random_hint(rng, rng.randrange(25), is_chain, rng.random() < 0.5), [0, 0, 0])
-    return Candidate(trie, grown_acceptance(rng), rng.choice([0, 1, 2, 5, 40]), rng.choice([1, 3, 8, 64]), is_chain)
+    depth, nodes = rng.choice([0, 1, 2, 5, 40]), rng.choice([1, 3, 8, 64])
+    return Candidate(trie, grown_acceptance(rng), depth, nodes, is_chain, is_tried=rng.random() < 0.2)
 
 
 def depth_of(node: Node) -> int:
@@ -196,6 +197,17 @@ def test_a_node_that_costs_more_than_it_brings_is_left_out() -> None:
         trie.insert(Hint(Epoch(0), 1, (7,), 0, base_position=3, confidence=(probability,)), [0, 0, 0])
         taken = choose_nodes([Candidate(trie, Acceptance(), 4, 4, False)], 4, 1.0, 1, line(0.1))
         assert len(taken[0]) == is_taken
+
+
+def test_what_is_to_be_tried_is_verified_however_dear_it_seems() -> None:
+    # Once wrong: only a step with hints tells what one costs, so that after a single slow one none was taken any more.
+    candidates = []
+    for is_tried in (False, True):
+        trie = HintTrie(3, 10, 10)
+        trie.insert(Hint(Epoch(0), 1, (7, 8), 0, base_position=3), [0, 0, 0])
+        candidates.append(Candidate(trie, Acceptance(), 4, 4, False, is_tried))
+    for choose in (choose_nodes, choose_nodes_slowly):
+        assert [len(taken) for taken in choose(candidates, 8, 2.0, 2, lambda tokens: 100.0**tokens)] == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(40))

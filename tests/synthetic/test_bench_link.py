@@ -16,6 +16,7 @@ from bench import baselines
 from bench.bare_session import Job, Outcome
 from bench.baselines import Device, is_judged, paths_of
 from bench.degraded import NEXT_RANKS, DegradedModel, agreement
+from bench.gpu_models import FreeTokens
 from bench.link import add_parser, rotated, variants_of
 from bench.link_settings import settings_of
 from bench.link_table import DRAFT_ONLY, DRAFTWIRE_PREFIX, RPC, RUN_ON, STREAMING, WAIT_PREFIX, cell, table
@@ -208,9 +209,9 @@ def job(prompt: Sequence[int] = (70, 71, 72), tokens: int = 16, sampling: Sampli
 async def link(
     loaded: LoadedTarget, pair: TinyPair, drafter: Drafter, max_wait_ms: int = 60_000
 ) -> AsyncIterator[tuple[Device, SpeculativeClient]]:
-    """What `variants_of` needs; in pace wait nothing comes for want of hints."""
+    """What `variants_of` needs; in pace wait nothing comes for want of hints, and all hints are verified."""
     executor = ThreadPoolExecutor(1)
-    async with serving(loaded, max_wait_ms=max_wait_ms) as running:
+    async with serving(loaded, max_wait_ms=max_wait_ms, engine_options={"cost": FreeTokens()}) as running:
         transport = GrpcTransport(running.address)
         async with client(running, pair, transport=transport, drafter=drafter) as device:
             yield Device(transport, device.card, drafter, executor), device

@@ -221,13 +221,20 @@ def free_address(served: tuple[PrometheusObserver, str]) -> str:
 
 
 def test_once_prints_one_snapshot_without_escape_codes(
-    served: tuple[PrometheusObserver, str], capsys: pytest.CaptureFixture[str]
+    served: tuple[PrometheusObserver, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A step of 12 tokens ends between the two looks."""
     counted, address = served
-    timer = threading.Timer(0.2, counted.step, [REPORT])
-    timer.start()
+    looks: list[Scrape] = []
+
+    def looking(at: str) -> Scrape:
+        looks.append(fetch(at))
+        if len(looks) == 1:
+            counted.step(REPORT)
+        return looks[-1]
+
+    monkeypatch.setattr("cloud_verifier.top.fetch", looking)
     assert main(["--metrics", address, "--once", "--interval", "0.6"]) == 0
-    timer.join()
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert out.count("speculation on") == 1

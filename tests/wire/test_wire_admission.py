@@ -19,10 +19,13 @@ from cloud_verifier.reports import GuardedObserver
 from cloud_verifier.server import Server
 from cloud_verifier.service import StreamLimits
 from cloud_verifier.target_model import RowInput, TorchTarget
+from edge_client.session_stream import SessionStream
+from edge_client.transport import GrpcConnection, GrpcTransport, Traffic
+from shared.errors import Overloaded
 from shared.pb import verifier_pb2 as pb
 from shared.pb import verifier_pb2_grpc
 from shared.sampling import GREEDY
-from shared.types import Close, Commit, DownFrame, Draining, Epoch, Fault, Finished, Opened, Pace, PaceKind
+from shared.types import Close, Commit, DownFrame, Draining, Epoch, Fault, Finished, Opened, Pace, PaceKind, UpFrame
 from tests.formula_model import Recorder
 from tests.oracle import PlainTarget
 from tests.rig import PATIENCE_S, RawStream, Running, open_frame, raw, serving
@@ -36,7 +39,7 @@ def prompt(number: int) -> tuple[int, ...]:
     return (*PROMPT, 80 + number)
 
 
-def with_limits(observer: Recorder | None = None, max_queue_ms: int = 10_000, **limits: int) -> dict[str, Any]:
+def with_limits(observer: Recorder | None = None, max_queue_ms: int = 600_000, **limits: int) -> dict[str, Any]:
     """Engine options for a verifier with such limits."""
     return {
         "admission": AdmissionLimits(**limits),
@@ -257,8 +260,9 @@ async def test_a_stream_too_many_is_refused_before_it_has_said_a_word(
         assert fault.message == f"too many streams are open: {text}"
         assert fault.retry_after_ms > 0
         assert await silent.status() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        elsewhere = await asked(loaded_tiny, other)
+        elsewhere = RawStream(other)
         if limits.principal_streams:
+            await elsewhere.open(open_frame(loaded_tiny, PROMPT))
             assert len(await elsewhere.rest()) == COUNT
         else:
             assert (await elsewhere.fault()).error == "Overloaded"
@@ -268,6 +272,37 @@ async def test_a_stream_too_many_is_refused_before_it_has_said_a_word(
         await running.settled(lambda: max(streams.values()) == 1)
         again = await asked(loaded_tiny, one)
         assert len(await again.rest()) == COUNT
+
+
+class Late(GrpcTransport):
+    """Its frames leave when something has come from the verifier."""
+
+    async def connect(self, traffic: Traffic) -> GrpcConnection:
+        """See Transport."""
+        connection = await super().connect(traffic)
+        send = connection.send
+
+        async def late(frame: UpFrame) -> None:
+            await connection._call.initial_metadata()
+            await send(frame)
+
+        connection.send = late  # type: ignore[method-assign]
+        return connection
+
+
+async def test_a_device_that_is_refused_before_its_first_frame_has_left_learns_why(loaded_tiny: LoadedTarget) -> None:
+    # Once wrong: a write to a stream that had ended hid what was there to read, and a full verifier looked like a cut.
+    async with serving(loaded_tiny, streams=StreamLimits(all_streams=1)) as running, raw(running) as stub:
+        await RawStream(stub).open(open_frame(loaded_tiny, PROMPT, run_ahead=0))
+        transport = Late(running.address)
+        for _ in range(10):
+            device = SessionStream(transport, open_frame(loaded_tiny, PROMPT))
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(Overloaded, match="too many streams are open: 1 in all") as refused:
+                    await device.open()
+            assert refused.value.retry_after_ms > 0
+            await device.say_goodbye()
+        await transport.close()
 
 
 async def test_streams_that_end_in_any_way_are_counted_down(loaded_tiny: LoadedTarget) -> None:
@@ -314,8 +349,8 @@ async def test_before_the_model_is_loaded_health_says_so_and_calls_may_be_retrie
                 await stub.Describe(pb.DescribeRequest())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "loading" in str(refused.value.details())
-        early = await asked(loaded_tiny, stub)
-        fault = await early.fault()
+        early = RawStream(stub)
+        fault = await early.fault()  # nothing was sent
         assert (fault.error, fault.retry) == ("VerifierUnavailable", True)
         assert await early.status() is grpc.StatusCode.UNAVAILABLE
         model = TorchTarget(loaded_tiny.model.lm, loaded_tiny.model.context_size, 16 << 20)
@@ -369,11 +404,13 @@ async def test_a_paused_text_is_cut_when_the_drain_is_over(loaded_tiny: LoadedTa
     async with serving(loaded_tiny) as running, raw(running) as stub:
         stream = RawStream(stub)
         await stream.open(open_frame(loaded_tiny, PROMPT, run_ahead=2))
+        while len(stream.ids) < 2:
+            await stream.until(Commit)
         await running.server.stop(0.2)
         await unavailable(stream)
         assert any(isinstance(frame, Draining) for frame in stream.received)
         assert not any(isinstance(frame, Finished) for frame in stream.received)
-        assert len([token for frame in stream.received if isinstance(frame, Commit) for token in frame.ids]) == 2
+        assert len(stream.ids) == 2
 
 
 class FailingTarget(TorchTarget):
@@ -391,7 +428,7 @@ class FailingTarget(TorchTarget):
 async def test_those_who_wait_learn_of_a_device_failure_at_once(loaded_tiny: LoadedTarget) -> None:
     # Once wrong: they waited until their time was up, and were told that there was no room.
     model = FailingTarget(loaded_tiny.model.lm, loaded_tiny.model.context_size, 16 << 20)
-    options = with_limits(max_queue_ms=600_000, max_sessions=1, max_queue=5)
+    options = with_limits(max_sessions=1, max_queue=5)
     async with serving(loaded_tiny, model=model, engine_options=options) as running, raw(running) as stub:
         first = RawStream(stub)
         await first.open(open_frame(loaded_tiny, PROMPT, run_ahead=2))

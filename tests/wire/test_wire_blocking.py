@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 
 from cloud_verifier.loading import LoadedTarget
 from tests.rig import serving
@@ -30,7 +31,17 @@ with BlockingClient(ClientConfig(verifier=sys.argv[1], draft=sys.argv[2], hint_t
 async def test_ctrl_c_in_a_blocking_stream_ends_the_text_and_leaves_the_client_usable(
     loaded_tiny: LoadedTarget, tiny_pair: TinyPair
 ) -> None:
+    gate, calls = threading.Event(), 0
     async with serving(loaded_tiny) as running:
+        forward = running.model.forward
+
+        def gated(*args: object, **named: object) -> object:
+            nonlocal calls
+            calls += 1
+            assert calls <= 6 or gate.wait(60)  # the text is not over when the signal comes
+            return forward(*args, **named)
+
+        running.model.forward = gated
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-c", PROGRAM, running.address, str(tiny_pair.same_draft)),
@@ -38,10 +49,12 @@ async def test_ctrl_c_in_a_blocking_stream_ends_the_text_and_leaves_the_client_u
             stderr=subprocess.PIPE,
         )
         assert child.stdout is not None
-        assert (await child.stdout.readline()).strip() == b"begun"
+        assert await child.stdout.readline() == b"begun\n"
         child.send_signal(signal.SIGINT)
+        while (line := await child.stdout.readline()) == b"begun\n":
+            pass
+        gate.set()
         out, err = await child.communicate()
-        assert err == b""
-        assert [line for line in out.decode().splitlines() if line != "begun"] == ["interrupted", "5"]
+        assert (line, out, err) == (b"interrupted\n", b"5\n", b"")
         assert child.returncode == 0
         await running.settled(lambda: running.sessions == 0)

@@ -211,7 +211,8 @@ async def test_a_new_turn_is_encoded_anew_from_the_text_seen_and_both_sides_hold
                     if isinstance(event, Committed):
                         text += event.text
                         if len(seen_at_verifier) < len(turns) // 2 + 1:
-                            seen_at_verifier.append(list(next(iter(running.engine._sessions.values())).opened_with.ids))
+                            *_, newest = running.engine._sessions.values()  # an older one may not have been closed yet
+                            seen_at_verifier.append(list(newest.opened_with.ids))
             assert seen_at_verifier[-1] == fresh
             result = await client.generate(fresh, max_new_tokens=12, sampling=GREEDY, stop_ids=())
             assert result.text == text == client.tokenizer.decode(result.ids)

@@ -70,7 +70,9 @@ async def test_paused_and_absent_sessions_give_up_their_pages_and_all_texts_are_
         assert all(session.slot.pages for session in sessions)
         assert sum(observer.evictions) == 0
 
-        together = await asyncio.gather(*(written(loaded_tiny, stub, number) for number in range(2, 7)))
+        async with asyncio.TaskGroup() as tasks, running.standing_still(commands=5):
+            writing = [tasks.create_task(written(loaded_tiny, stub, number)) for number in range(2, 7)]
+        together = [task.result() for task in writing]
         assert together == [texts[number] for number in range(2, 7)]
         await running.commands_done()
         assert not any(session.slot.pages for session in sessions)
@@ -114,8 +116,11 @@ async def test_many_more_sessions_than_fit_all_come_to_their_end(loaded_tiny: Lo
     async with (
         serving(loaded_tiny, kv_bytes=pool_bytes(loaded_tiny, 15), engine_options={"observer": observer}) as running,
         raw(running) as stub,
+        asyncio.TaskGroup() as tasks,
+        running.standing_still(commands=12),
     ):
-        texts = await asyncio.gather(*(written(loaded_tiny, stub, number) for number in range(12)))
+        writing = [tasks.create_task(written(loaded_tiny, stub, number)) for number in range(12)]
+    texts = [task.result() for task in writing]
     assert texts == [plain.ids(prompt(number), COUNT, PARAMS[number % len(PARAMS)], number) for number in range(12)]
     assert sum(observer.evictions) > 0
     assert max(report.sessions for report in observer.steps) > 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_models import FreeTokens
 from cloud_verifier.loading import LoadedTarget
 from edge_client.events import FinishReason, Result
 from edge_client.tokenizer import TextTokenizer
@@ -83,13 +84,17 @@ async def test_any_drafter_any_length_any_pace_gives_the_targets_own_ids(
 
 
 @pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("part", range(5))
 async def test_fifty_prompts_with_a_half_right_drafter_give_the_targets_own_ids(
-    loaded_tiny: LoadedTarget, tiny_pair: TinyPair, tiny_tokenizer: TextTokenizer, plain: PlainTarget
+    loaded_tiny: LoadedTarget, tiny_pair: TinyPair, tiny_tokenizer: TextTokenizer, plain: PlainTarget, part: int
 ) -> None:
-    """C01, with an acceptance between nothing and everything."""
+    """C01, ten at a time, with an acceptance between nothing and everything."""
     accepted = committed = 0
-    async with serving(loaded_tiny) as running, client(running, tiny_pair, "noisy", hint_tokens=4) as device:
-        for prompt in prompts(tiny_tokenizer):
+    async with (
+        serving(loaded_tiny, max_wait_ms=60_000, engine_options={"cost": FreeTokens()}) as running,
+        client(running, tiny_pair, "noisy", hint_tokens=4) as device,
+    ):
+        for prompt in prompts(tiny_tokenizer)[part::5]:
             result = await device.generate(prompt, max_new_tokens=32, sampling=GREEDY, seed=SEED, pace=PaceKind.WAIT)
             assert_is_plain(result, plain, prompt, GREEDY, 32)
             accepted += result.report.usage.accepted_tokens
@@ -104,7 +109,7 @@ async def test_the_targets_own_weights_are_accepted_always(
     """In pace wait nothing but the id behind the prompt and the bonus ids comes without a hint."""
     params = SamplingParams(temperature=1.0)
     async with (
-        serving(loaded_tiny, max_wait_ms=60_000) as running,
+        serving(loaded_tiny, max_wait_ms=60_000, engine_options={"cost": FreeTokens()}) as running,
         client(running, tiny_pair, "same", hint_tokens=8) as device,
     ):
         result = await device.generate(
@@ -114,7 +119,7 @@ async def test_the_targets_own_weights_are_accepted_always(
     assert len(flags) == 91
     steps = result.report.usage.steps
     assert sum(flags) >= 91 - steps
-    assert steps <= 45  # a step at the latest when waiting longer for more hints would bring fewer ids a second
+    assert steps <= 1 + 45  # the prompt's own, and with a hint or more two ids at least; how many more is a race
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ async def test_rejection_writes_text_and_accounts_for_its_rows(
 ) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.95)
     async with (
-        serving(loaded_tiny) as running,
+        serving(loaded_tiny, max_wait_ms=60_000, engine_options={"cost": FreeTokens()}) as running,
         client(running, tiny_pair, "noisy", hint_tokens=hint_tokens, hint_width=4) as device,
     ):
         result = await device.generate(
@@ -168,8 +173,9 @@ async def test_rejection_writes_text_and_accounts_for_its_rows(
     traffic, usage = result.report.traffic, result.report.usage
     assert usage.accepted_tokens < 60
     assert usage.accepted_tokens > 0 or pace is PaceKind.RUN_ON  # run on, a hint may never come in time
-    assert usage.hint_nodes >= usage.accepted_tokens
-    assert 40 * usage.hint_nodes <= traffic.hint_bytes <= 250 * usage.hint_nodes
+    nodes = result.report.engine.hint_nodes
+    assert nodes >= usage.hint_nodes >= usage.accepted_tokens  # some may have come behind the last id
+    assert 40 * nodes <= traffic.hint_bytes <= 250 * nodes
     assert traffic.hint_bytes < traffic.up_bytes
     assert traffic.kinds.get("hint", 0) == result.report.hints
 

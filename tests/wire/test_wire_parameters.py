@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_models import FreeTokens
 from cloud_verifier.loading import LoadedTarget
 from edge_client.events import FinishReason, Result
 from edge_client.text import TextStream
@@ -149,6 +150,7 @@ async def test_the_other_options_of_a_text_are_followed(
 # ---------------------------------------------------------------- stops (C03, C04)
 
 
+@pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("hint_tokens", [1, 3, 8])
 async def test_a_stop_string_at_every_offset_ends_the_text_before_it(
     loaded_tiny: LoadedTarget, tiny_pair: TinyPair, tiny_tokenizer: TextTokenizer, plain: PlainTarget, hint_tokens: int
@@ -160,7 +162,7 @@ async def test_a_stop_string_at_every_offset_ends_the_text_before_it(
     drafter = ScriptedDrafter([*PROMPT, *truth])
     seen: set[bool] = set()
     async with (
-        serving(loaded_tiny) as running,
+        serving(loaded_tiny, max_wait_ms=60_000, engine_options={"cost": FreeTokens()}) as running,
         client(running, tiny_pair, drafter=drafter, hint_tokens=hint_tokens) as device,
     ):
         for start in range(0, len(whole) - 6, 2):
@@ -192,6 +194,7 @@ async def test_a_stop_that_never_comes_holds_nothing_back(
     assert (result.reason, result.stop) == (FinishReason.LENGTH, None)
 
 
+@pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("index", range(9))
 async def test_a_stop_id_inside_an_accepted_block_is_the_last_id(
     loaded_tiny: LoadedTarget, tiny_pair: TinyPair, plain: PlainTarget, index: int
@@ -199,7 +202,10 @@ async def test_a_stop_id_inside_an_accepted_block_is_the_last_id(
     truth = plain.ids(PROMPT, 40, HOT, 6)
     stop = truth[index]
     drafter = ScriptedDrafter([*PROMPT, *truth])
-    async with serving(loaded_tiny) as running, client(running, tiny_pair, drafter=drafter, hint_tokens=8) as device:
+    async with (
+        serving(loaded_tiny, max_wait_ms=60_000, engine_options={"cost": FreeTokens()}) as running,
+        client(running, tiny_pair, drafter=drafter, hint_tokens=8) as device,
+    ):
         result = await device.generate(
             PROMPT, max_new_tokens=40, sampling=HOT, seed=6, stop_ids=(stop,), pace=PaceKind.WAIT
         )

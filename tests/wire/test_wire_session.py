@@ -77,6 +77,26 @@ async def test_health_says_serving_and_reflection_lists_the_service(loaded_tiny:
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+async def test_a_frame_whose_sender_was_cancelled_is_sent_and_counted_all_the_same(loaded_tiny: LoadedTarget) -> None:
+    # Once wrong: it was sent and not counted, as any hint that was on its way when the text ended.
+    async with serving(loaded_tiny) as running:
+        transport, traffic = GrpcTransport(running.address), Traffic()
+        device = await transport.connect(traffic)
+        await device.send(open_frame(loaded_tiny, PROMPT, run_ahead=0))
+        await device.receive()
+        sending = asyncio.ensure_future(device.send(Hint(EPOCH, 1, (5,), 3, base_position=3)))
+        await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await device.send(Close(EPOCH, 3))
+        finished = await device.receive()
+        assert isinstance(finished, Finished)
+        assert finished.usage.hint_nodes == 1
+        assert traffic.kinds == {"open": 1, "opened": 1, "hint": 1, "close": 1, "finished": 1}
+        await transport.close()
+
+
 # ---------------------------------------------------------------- bad input
 
 

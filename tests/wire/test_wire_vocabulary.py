@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_models import FreeTokens
 from cloud_verifier.loading import LoadedTarget, load_target
 from edge_client.tokenizer import TextTokenizer
 from shared.errors import ModelMismatch
@@ -165,7 +166,7 @@ async def test_the_bytes_that_are_counted_are_those_that_travel(
     truth = plain.ids(PROMPT, 100, GREEDY)
     drafter = ScriptedDrafter([*PROMPT, *truth])
     async with (
-        serving(loaded_tiny) as running,
+        serving(loaded_tiny, max_wait_ms=60_000, engine_options={"cost": FreeTokens()}) as running,
         proxying(running.port) as proxy,
         client(f"127.0.0.1:{proxy.port}", tiny_pair, drafter=drafter, hint_tokens=8) as device,
     ):
@@ -188,6 +189,6 @@ async def test_the_bytes_that_are_counted_are_those_that_travel(
         assert counted + framing <= seen
         assert seen <= counted + framing + 60 * (frames + other_way) + 1500  # windows, pings, headers
     assert traffic.hint_bytes < traffic.up_bytes
-    nodes = result.report.usage.hint_nodes
-    assert nodes >= 80
+    nodes = result.report.engine.hint_nodes
+    assert nodes >= result.report.usage.hint_nodes >= 80  # some may have come behind the last id
     assert 2 * nodes <= traffic.hint_bytes <= 5 * nodes + 10 * traffic.kinds["hint"]  # how many frames is a race
