@@ -35,8 +35,10 @@ LEAST_MARGIN_S, MARGIN_SHARE = 0.0015, 0.04
 shorter than those with many, and a hint that comes late waits for a whole step."""
 
 ID_COST, MOST_ID_COST = 0.2, 0.5
-"""On a narrow uplink an id is worth sending where its reach is this share of the draft steps that its way takes: what
-is sent earlier for its sake would have been drafted meanwhile. It costs no more than the second."""
+LEAST_DRAFT_SHARE = 0.08
+"""On a narrow uplink an id is worth sending where its reach is `ID_COST` times the draft steps that its way takes: what
+is sent earlier for its sake would have been drafted meanwhile. It costs no more than the second. A draft step counts as
+no less than the third of a step of the verifier: so fast a draft is not what is short."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class Controller:
         )
 
     def _send_reach(self, clock: LinkClock) -> float:
-        draft_s = clock.draft_s or clock.step_s or math.inf
+        draft_s = max(clock.draft_s or 0.0, LEAST_DRAFT_SHARE * (clock.step_s or math.inf))
         return max(self.settings.send_reach, min(MOST_ID_COST, ID_COST * clock.uplink.id_s / draft_s))
 
     def _depth(self) -> int:

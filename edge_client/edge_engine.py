@@ -337,13 +337,14 @@ class EdgeEngine:
         """When a hint is due; None if there is nothing to send."""
         if self._is_online and now < self._resend_at:
             return self._resend_at
-        if not self._is_online or not (nodes := self._to_send(now)):
+        if not self._is_online:
             return None
-        if not self.decision.is_drafting:
-            return now
+        pending = self._pending(now) if self.decision.is_drafting else []
+        if not pending:
+            return now if self._ping(now) else None
         if self._settings.pace is PaceKind.WAIT and not self._is_verifier_at_work():
             return now if self._is_enough(now) else math.inf
-        departure = self.clock.next_departure(now, len(nodes))
+        departure = self.clock.next_departure(now, len(pending))
         if departure is None:
             return now
         return max(now, departure - self.decision.margin_s)
@@ -379,11 +380,13 @@ class EdgeEngine:
         return reach
 
     def _to_send(self, now: float) -> list[DraftNode]:
-        """What a hint would hold now. While there is nothing: one id now and then, to measure the link."""
+        """What a hint would hold now."""
         if now < self._resend_at:
             return []
-        if self.decision.is_drafting and (pending := self._pending(now)):
-            return pending
+        return (self._pending(now) if self.decision.is_drafting else []) or self._ping(now)
+
+    def _ping(self, now: float) -> list[DraftNode]:
+        """While there is nothing to send: one id now and then, to measure the link."""
         if now < self._sent_at + PING_EVERY_S or self._settings.depth <= 0 or self.controller.is_stopped:
             return []
         best = max(self._tree.root.children.values(), key=lambda child: child.chance, default=None)

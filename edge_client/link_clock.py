@@ -172,7 +172,6 @@ class LinkClock:
         last, step, round_trip = self.last_commit_at, self.step_s, self.round_trip_s
         if last is None or not step or round_trip is None:
             return None
-        way_s = self.uplink.way_s(now, ids)
-        missed = self.plans_missed(now + way_s)
+        missed = self.plans_missed(now + self.uplink.way_s(now, ids))  # the queue before it is gone by the departure
         begins = 0.0 if missed == 0 else self._first_s + (missed - 1) * (step + self.queue_s)
-        return last - round_trip - way_s + begins
+        return last - round_trip - self.uplink.own_s(ids) + begins

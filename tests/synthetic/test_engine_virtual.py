@@ -407,6 +407,39 @@ class Blind(Uplink):
         """Learns nothing."""
 
 
+@pytest.mark.parametrize("acceptance", [0.6, 0.9])
+def test_after_a_text_over_a_narrow_uplink_the_next_over_a_wide_one_is_as_fast_as_ever(acceptance: float) -> None:
+    experience, times = Experience(), Times(0.05, 0.01, 0.008)
+    first = trace_of(120)
+    World(
+        first,
+        replace(times, up_bytes_per_s=120),
+        EngineSettings(),
+        ScriptedDrafter(first, acceptance),
+        experience=experience,
+    ).run()
+    assert experience.uplink.id_s > 0.01
+    seconds = []
+    for known in (experience, Experience()):
+        texts = [trace_of(200), trace_of(210)]
+        runs = [World(t, times, EngineSettings(), ScriptedDrafter(t, acceptance), experience=known) for t in texts]
+        seconds.append(sum(world.run().seconds for world in runs))
+    assert experience.uplink.id_s == 0.0
+    assert seconds[0] < 1.05 * seconds[1]
+
+
+@pytest.mark.parametrize("draft_s", [0.002, 0.008])
+def test_under_pace_wait_a_narrow_uplink_that_is_known_costs_a_good_draft_nothing(draft_s: float) -> None:
+    trace, seconds = trace_of(200), {}
+    for known in (Uplink(), Blind()):
+        times = replace(Times(0.1, 0.05, draft_s), up_bytes_per_s=500)
+        settings, experience = EngineSettings(pace=PaceKind.WAIT), Experience(uplink=known)
+        seconds[type(known)] = (
+            World(trace, times, settings, ScriptedDrafter(trace, 0.9), experience=experience).run().seconds
+        )
+    assert seconds[Uplink] < 1.03 * seconds[Blind]
+
+
 @pytest.mark.parametrize("up_bytes_per_s", [250, 500, 1000])
 def test_on_a_narrow_uplink_knowing_it_saves_bytes_and_costs_no_time(up_bytes_per_s: float) -> None:
     traces, outcomes = [trace_of(150), trace_of(160)], {}
