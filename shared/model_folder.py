@@ -25,11 +25,12 @@ MANIFEST = "manifest.json"
 STAGING_PREFIX = ".tmp-"
 _CHUNK_BYTES = 1 << 22
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-"""All that is read of a model where none is loaded. The chat template and the stop ids come from the verifier."""
+"""All that is read of a model where none is loaded: whether a raw prompt begins with BOS stands in the second. The chat
+template and the stop ids come from the verifier."""
 REQUIRED = {
     "target": ("config.json", "*.safetensors"),
     "draft": ("genai_config.json", "model.onnx"),
-    "tokenizer": TOKENIZER_FILES[:1],
+    "tokenizer": TOKENIZER_FILES,
 }
 """The files, by role, without which a folder is none."""
 

@@ -29,6 +29,7 @@ from shared.model_cache import ModelCache, is_sound
 from shared.model_folder import (
     Progress,
     add_sealed,
+    check_required,
     has_one_origin,
     locked,
     need_space,
@@ -159,6 +160,7 @@ class Store(ModelCache):
         if final.is_dir():
             for damage in size_damage(final):
                 raise ModelLoadError(f"{damage}; {run} --force")
+            check_required(final, role)
             return final
         if self.knows(name):
             raise ModelLoadError(f"{name} is not pulled as {final.name}; {run}")

@@ -34,7 +34,8 @@ def download(state: Path, arguments: list[str]) -> None:
 def convert(state: Path, gguf: Path, out: Path) -> None:
     out.mkdir()
     (out / "config.json").write_text("{}")
-    (out / "tokenizer.json").write_text('{"from": "model"}')
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).write_text('{"from": "model"}')
     (state / "pid").write_text(str(os.getpid()))
     if (state / "fail").exists():
         sys.exit("Traceback (most recent call last):\nValueError: unknown architecture\nthe end")
