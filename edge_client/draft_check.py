@@ -80,7 +80,9 @@ def warn_if_unlike_its_source(model: ScoringModel, folder: Path, runtime_version
         agreement = test.agreement if is_measured_here else agreement_of(model, test)
     except Exception as error:
         reason = error.message if isinstance(error, ModelError) else repr(error)
-        log.warning("the draft in %s could not be tested: %s; pull or export it again", folder, reason)
+        log.warning(
+            "the draft in %s could not be tested: %s; pull it again with --force, or export it again", folder, reason
+        )
         return
     level, says = logging.DEBUG, "within"
     if agreement < test.bound:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError, ModelLoadError
+from shared.self_test import SELF_TEST
 
 Progress = Callable[[str, int, int], None]
 """Called with a label, how much is done and how much there is (bytes, or parts); may be called often."""
@@ -182,15 +183,19 @@ def _manifest_files(folder: Path) -> dict[str, dict[str, Any]] | None:
 def size_damage(folder: Path, role: str = "") -> list[Damage]:
     """The files that are missing or of another size than the manifest says: quick, reads no weights.
 
-    `role` tokenizer: of the tokenizer's files, whatever became of the others.
+    A draft's self-test does not count: a draft is used without one. `role` tokenizer: the tokenizer's files alone do.
     """
+    return _size_damage(folder, lambda name: name in TOKENIZER_FILES if role == "tokenizer" else name != SELF_TEST)
+
+
+def _size_damage(folder: Path, counts: Callable[[str], bool]) -> list[Damage]:
     files = _manifest_files(folder)
     if files is None:
         return [Damage(folder / MANIFEST, "is missing or cannot be read")]
     damages = []
     for name, said in files.items():
         path = folder / name
-        if role == "tokenizer" and name not in TOKENIZER_FILES:
+        if not counts(name):
             continue
         if not path.is_file():
             damages.append(Damage(path, "is missing"))
@@ -201,7 +206,7 @@ def size_damage(folder: Path, role: str = "") -> list[Damage]:
 
 def hash_damage(folder: Path, progress: Progress) -> list[Damage]:
     """The files that are missing or differ from the manifest in any byte: reads everything."""
-    damages = size_damage(folder)
+    damages = _size_damage(folder, lambda name: True)
     said = _manifest_files(folder) or {}
     bad = {damage.path for damage in damages}
     names = [name for name in said if folder / name not in bad]

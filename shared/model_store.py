@@ -40,7 +40,7 @@ from shared.model_folder import (
     staging,
 )
 from shared.model_process import Job, not_installed, require
-from shared.self_test import SELF_TEST
+from shared.self_test import SELF_TEST, read_self_test
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Store(ModelCache):
     ) -> Path:
         """The folder of a finished result, built if need be. Safe to interrupt, and to call from two processes at once.
 
-        A result that is there is given back whatever its source; `force` builds it again. A draft of an older version,
-        without a self-test, gets one if the target that it was exported from is there too.
+        A result that is there is given back whatever its source; `force` builds it again. A draft without a
+        self-test that can be read gets one if the target that it was exported from is there too.
         Raises: ConfigError for an unknown name or choice, ModelLoadError if it cannot be had.
         """
         bundle = self.find_or_hub(name)
@@ -88,12 +88,12 @@ class Store(ModelCache):
         return final
 
     def _maybe_add_self_test(self, bundle: Bundle, draft: Path, progress: Progress) -> bool:
-        """Completes a draft that was pulled by an older version."""
+        """Completes a draft whose self-test is missing or damaged, as in those that an older version pulled."""
         target = self._home(bundle) / "target"
-        if (draft / SELF_TEST).exists() or not has_one_origin(draft, target) or not_installed(self.tools.export_needs):
+        if _has_self_test(draft) or not has_one_origin(draft, target) or not_installed(self.tools.export_needs):
             return False
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for {bundle.name}", 0, 1)) as lock:
-            if (draft / SELF_TEST).exists() or not (is_sound(draft) and is_sound(target)):
+            if _has_self_test(draft) or not (is_sound(draft) and is_sound(target)):
                 return False
             with staging(draft.parent) as staged:
                 job = self._job(bundle.name, staged, lock, progress)
@@ -170,6 +170,13 @@ class Store(ModelCache):
         log = self.root / "logs" / f"{key}.log"
         log.unlink(missing_ok=True)
         return Job(staged, log, lock, progress)
+
+
+def _has_self_test(draft: Path) -> bool:
+    try:
+        return read_self_test(draft / SELF_TEST) is not None
+    except ModelLoadError:
+        return False
 
 
 def list_bundles() -> list[Bundle]:

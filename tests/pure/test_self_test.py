@@ -105,6 +105,26 @@ def test_a_draft_of_an_older_version_loads_and_verifies_and_a_pull_completes_it(
     assert left_over(tmp_path) == ["draft-int4", "target"]
 
 
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_draft_is_loaded_without_its_self_test_and_a_pull_makes_that_anew(
+    damage: str, store: Store, tmp_path: Path
+) -> None:
+    store.pull("fake", "target")
+    folder = store.pull("fake", "draft")
+    whole = (folder / SELF_TEST).read_bytes()
+    (folder / SELF_TEST).unlink()
+    if damage == "cut":
+        (folder / SELF_TEST).write_bytes(whole[:-9])
+    before = calls(tmp_path)
+    assert store.resolve("fake", "draft") == store.resolve(str(folder), "draft") == folder
+    (told,) = store.damage("fake")
+    assert (told.path, told.what.split()[1]) == (folder / SELF_TEST, "missing" if damage == "gone" else "corrupt:")
+    store.pull("fake", "draft")
+    assert calls(tmp_path) == [*before, "choose", "measure"]
+    assert (folder / SELF_TEST).read_bytes() == whole
+    store.verify("fake")
+
+
 def test_an_older_draft_is_left_as_it_is_where_its_source_is_gone_or_another(store: Store, tmp_path: Path) -> None:
     target, folder = store.pull("fake", "target"), store.pull("fake", "draft")
     make_older(folder)
