@@ -177,7 +177,10 @@ def verify_models(args: argparse.Namespace) -> int:
         for name, found in damages.items():
             for damage in found:
                 print(f"{name}: {damage}")
-            print(f"{name}: run: edge-client models pull {name} --force" if found else f"{name}: ok")
+            for command in store.remedies(name, found):
+                print(f"{name}: run: {command}")
+            if not found:
+                print(f"{name}: ok")
         if not names:
             print("nothing is pulled; run: edge-client models pull NAME")
     return 1 if any(damages.values()) else 0

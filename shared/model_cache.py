@@ -109,7 +109,14 @@ class ModelCache:
         """
         if damages := self.damage(name, progress):
             listed = ", ".join(str(damage) for damage in damages)
-            raise ModelLoadError(f"{listed}; run: edge-client models pull {name} --force")
+            raise ModelLoadError(f"{listed}; run: {' && '.join(self.remedies(name, damages))}")
+
+    def remedies(self, name: str, damages: list[Damage]) -> list[str]:
+        """The commands that build the damaged results of a bundle again, one each."""
+        home = self._home(self.find_or_hub(name))
+        results = dict.fromkeys(damage.path.relative_to(home).parts[0] for damage in damages)
+        asked = [f"--role {result}".replace("draft-", "draft --precision ") for result in results]
+        return [f"edge-client models pull {name} {each} --force" for each in asked]
 
     def _home(self, bundle: Bundle) -> Path:
         return self.root / "models" / bundle.name

@@ -52,7 +52,9 @@ def test_from_wheels_the_small_files_alone_are_kept(store: Store, base: Path) ->
     assert left_over(base) == ["tokenizer"]
     store.verify("fake")
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is corrupt"):
+    with pytest.raises(
+        ModelLoadError, match=r"tokenizer\.json is corrupt.*; run: .* pull fake --role tokenizer --force$"
+    ):
         store.verify("fake")
 
 

@@ -93,9 +93,18 @@ def test_verify_exits_with_1_and_names_the_damaged_file(store: Store, capsys: py
     folder = store.pull("fake", "target")
     assert run("models", "verify") == 0
     assert capsys.readouterr().out == "fake: ok\n"
-    (folder / "config.json").write_text("[]")
+    draft = store.pull("fake", "draft", precision="fp32")
+    small = store.pull("fake", "tokenizer")
+    for path in (folder / "config.json", draft / "model.onnx", draft / "genai_config.json", small / "tokenizer.json"):
+        path.write_text("[]")
     assert run("models", "verify", "fake") == 1
-    assert f"fake: {folder / 'config.json'} is corrupt" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"fake: {folder / 'config.json'} is corrupt" in out
+    assert out.splitlines()[-3:] == [
+        "fake: run: edge-client models pull fake --role target --force",
+        "fake: run: edge-client models pull fake --role draft --precision fp32 --force",
+        "fake: run: edge-client models pull fake --role tokenizer --force",
+    ]
     assert run("models", "verify", "--json") == 1
     assert json.loads(capsys.readouterr().out)["fake"][0]["path"] == str(folder / "config.json")
 
