@@ -103,12 +103,13 @@ def build_tokenizer(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to
 
 
 def copy_tokenizer(job: Job, source: Path) -> Path:
-    """A folder in the staging folder with the tokenizer's files of another."""
+    """A folder in the staging folder with the tokenizer's files of another. Raises: ModelLoadError if it lacks one."""
     built = job.folder / "tokenizer"
     built.mkdir()
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, built / name)
+    check_required(built, TOKENIZER)
     return built
 
 

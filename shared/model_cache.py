@@ -66,10 +66,14 @@ class ModelCache:
         """The finished results of a bundle, damaged or not."""
         return [self._home(bundle) / result for result in _RESULTS if (self._home(bundle) / result).is_dir()]
 
-    def _with_tokenizer(self, bundle: Bundle, but: Path | None = None) -> Path | None:
-        """The smallest pulled result, `but` for one, whose tokenizer's files are whole; None if there is none."""
-        ready = reversed(self.ready(bundle))
-        return next((folder for folder in ready if folder != but and _has_tokenizer(folder)), None)
+    def _with_tokenizer(self, bundle: Bundle) -> Path | None:
+        """The smallest pulled result whose tokenizer's files are whole; None if there is none."""
+        return next((folder for folder in reversed(self.ready(bundle)) if _has_tokenizer(folder)), None)
+
+    def _tokenizer_to_copy(self, bundle: Bundle, final: Path) -> Path | None:
+        """(locked) Another result than `final` whose tokenizer's files are as they were stored, byte for byte."""
+        others = [folder for folder in reversed(self.ready(bundle)) if folder != final and _has_tokenizer(folder)]
+        return next((folder for folder in others if not hash_damage(folder, silent, TOKENIZER)), None)
 
     def has_tokenizer(self, name: str) -> bool:
         """Whether the tokenizer of this model is here: in a folder of that path, or in a pulled result."""

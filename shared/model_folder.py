@@ -163,12 +163,16 @@ def add_sealed(folder: Path, file: Path, progress: Progress) -> None:
 
 def has_one_origin(folder: Path, other: Path) -> bool:
     """Whether the manifests of two sealed folders tell of the same weights."""
+    return origin_of(folder) == origin_of(other) != {}
+
+
+def origin_of(folder: Path) -> dict[str, str]:
+    """What the manifest of a sealed folder tells of where it came from; nothing if it cannot be read."""
     try:
-        first, second = (json.loads((each / MANIFEST).read_text(encoding="utf-8")) for each in (folder, other))
-        origins = [(said.get("hub_id"), said.get("source_sha256")) for said in (first, second)]
-    except (OSError, ValueError, AttributeError):
-        return False
-    return origins[0] == origins[1] != (None, None)
+        said = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {name: str(said[name]) for name in ("hub_id", "source_sha256") if name in said}
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _manifest_files(folder: Path) -> dict[str, dict[str, Any]] | None:
@@ -204,12 +208,16 @@ def _size_damage(folder: Path, counts: Callable[[str], bool]) -> list[Damage]:
     return damages
 
 
-def hash_damage(folder: Path, progress: Progress) -> list[Damage]:
-    """The files that are missing or differ from the manifest in any byte: reads everything."""
-    damages = _size_damage(folder, lambda name: True)
+def hash_damage(folder: Path, progress: Progress, role: str = "") -> list[Damage]:
+    """The files that are missing or differ from the manifest in any byte: reads all, or the tokenizer's files."""
+
+    def counts(name: str) -> bool:
+        return role != "tokenizer" or name in TOKENIZER_FILES
+
+    damages = _size_damage(folder, counts)
     said = _manifest_files(folder) or {}
     bad = {damage.path for damage in damages}
-    names = [name for name in said if folder / name not in bad]
+    names = [name for name in said if counts(name) and folder / name not in bad]
     found = _hashes(folder, names, progress, f"checking {folder.parent.name}/{folder.name}")
     for name in names:
         if found.get(name) != said[name]:

@@ -33,6 +33,7 @@ from shared.model_folder import (
     has_one_origin,
     locked,
     need_space,
+    origin_of,
     publish,
     seal,
     silent,
@@ -71,18 +72,19 @@ class Store(ModelCache):
             if role == "draft":
                 self._maybe_add_self_test(bundle, final, progress)
             return final
-        found = self._with_tokenizer(bundle, final) if role == TOKENIZER and source == "auto" else None
-        if found is None:
-            require_tools(self.tools, bundle, role, source)
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
             if not force and is_sound(final):
                 return final
+            found = self._tokenizer_to_copy(bundle, final) if role == TOKENIZER and source == "auto" else None
+            if found is None:
+                require_tools(self.tools, bundle, role, source)
             with staging(final.parent) as staged:
                 if found is None:
                     need_space(staged, needed_bytes(bundle, role, bundle.precision(precision), source))
                 job = self._job(bundle.name, staged, lock, progress)
                 built = copy_tokenizer(job, found) if found else self._build(job, bundle, role, source, precision)
                 origin = {"hub_id": bundle.hub_id} if uses_hub(bundle, source) else {"source_sha256": bundle.sha256}
+                origin = origin_of(found) if found else origin
                 seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, progress)
                 publish(built, final, staged / "replaced")
         return final

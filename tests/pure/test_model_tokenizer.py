@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,10 @@ from typing import Any
 import pytest
 
 from edge_client.tokenizer import TextTokenizer
+from shared import model_store
 from shared.errors import ConfigError, ModelLoadError
 from shared.model_fetch import hub_tokenizer
-from shared.model_folder import TOKENIZER_FILES, seal, silent
+from shared.model_folder import TOKENIZER_FILES, origin_of, seal, silent
 from shared.model_store import Store
 from shared.self_test import SELF_TEST
 from tests.pure.test_chat_template import byte_level, folder_with
@@ -70,6 +74,64 @@ def test_beside_a_pulled_model_nothing_is_fetched_and_neither_tools_nor_room_are
     assert (folder / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     assert names(folder) == SMALL_FILES
     assert calls(base) == ["download", "convert-gguf"]
+
+
+def test_a_copy_tells_of_the_origin_of_its_source(store: Store, base: Path) -> None:
+    """Which need not be where the bundle's weights come from."""
+    target = store.pull("fake", "target")
+    put_tokenizer(target)
+    (target / "manifest.json").unlink()
+    seal(target, {"hub_id": "someone/fake"}, silent)
+    folder = store.pull("fake", "tokenizer")
+    assert origin_of(folder) == origin_of(target) == {"hub_id": "someone/fake"}
+
+
+def test_a_corrupt_file_is_not_copied(store: Store, base: Path) -> None:
+    """Of the right size: what is loaded looks no closer, but a copy would be sealed as good."""
+    target = store.pull("fake", "target")
+    good = (target / "tokenizer.json").read_bytes()
+    (target / "tokenizer.json").write_bytes(good.replace(b"model", b"MODEL"))
+    folder = store.pull("fake", "tokenizer")
+    assert json.loads((folder / "tokenizer.json").read_text()) == {"from": "fake.gguf"}
+    assert calls(base)[-2:] == ["download", "convert-gguf-tokenizer"]
+
+
+@pytest.mark.parametrize("change", ["gone", "come"])
+def test_the_folder_to_copy_is_chosen_under_the_lock(
+    change: str, store: Store, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pull may have replaced, removed or made it meanwhile."""
+    lacking = replace(store, tools=replace(store.tools, convert_needs=("no_such_module_here",)))
+    if change == "gone":
+        store.pull("fake", "target")
+    real = model_store.locked
+
+    @contextlib.contextmanager
+    def waited(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
+        monkeypatch.setattr(model_store, "locked", real)
+        if change == "come":
+            store.pull("fake", "target")
+        else:
+            shutil.rmtree(store.root / "models" / "fake" / "target")
+        with real(path, on_wait) as lock:
+            yield lock
+
+    monkeypatch.setattr(model_store, "locked", waited)
+    if change == "come":
+        assert names(lacking.pull("fake", "tokenizer")) == SMALL_FILES
+        return
+    with pytest.raises(ModelLoadError, match="no_such_module_here"):
+        lacking.pull("fake", "tokenizer")
+    assert left_over(base) == []
+
+
+def test_a_copy_that_lacks_a_file_is_not_sealed(store: Store, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = store.pull("fake", "target")
+    monkeypatch.setattr(Store, "_tokenizer_to_copy", lambda *given: target)
+    (target / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"holds no tokenizer: tokenizer_config\.json missing"):
+        store.pull("fake", "tokenizer")
+    assert left_over(base) == ["target"]
 
 
 @pytest.mark.parametrize("damage", ["whole", "short", "gone"])
