@@ -61,18 +61,28 @@ def cache_root() -> Path:
 
 
 @contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
 def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
     """Holds a lock between processes; yields its descriptor. Calls `on_wait` once if another process holds it.
 
     Child processes that inherit the descriptor hold the lock too, so a killed parent's children still keep others out
     until they have ended: whoever gets the lock may remove every temporary that the lock guards.
+    Raises: ModelLoadError if the lock's file cannot be written.
     """
     try:
         import fcntl
     except ImportError as error:
         raise ConfigError("models can be built on Linux and macOS only: copy a pulled model folder here") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,11 +96,15 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def staging(parent: Path, prefix: str = STAGING_PREFIX) -> Iterator[Path]:
-    """A temporary folder in `parent`, gone afterwards. Removes what dead processes left; call it under the lock."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for stale in parent.glob(f"{prefix}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    """A temporary folder in `parent`, gone afterwards. Removes what dead processes left; call it under the lock.
+
+    Raises: ModelLoadError if it cannot be made.
+    """
+    with _writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for stale in parent.glob(f"{prefix}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         yield folder
     finally:

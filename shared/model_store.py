@@ -7,11 +7,12 @@ Called by both command lines and by whoever loads a model.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.errors import ConfigError, ModelLoadError
+from shared.errors import ConfigError, DraftwireError, ModelLoadError
 from shared.model_build import (
     SOURCES,
     Tools,
@@ -43,6 +44,8 @@ from shared.model_folder import (
 from shared.model_process import Job, not_installed, require
 from shared.self_test import SELF_TEST, read_self_test
 
+log = logging.getLogger("draftwire.models")
+
 
 @dataclass(frozen=True)
 class Store(ModelCache):
@@ -70,7 +73,7 @@ class Store(ModelCache):
         final = self.folder(bundle, role, precision)
         if not force and is_sound(final):
             if role == "draft":
-                self._maybe_add_self_test(bundle, final, progress)
+                self._try_add_self_test(bundle, final, progress)
             return final
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
             if not force and is_sound(final):
@@ -88,6 +91,13 @@ class Store(ModelCache):
                 seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, progress)
                 publish(built, final, staged / "replaced")
         return final
+
+    def _try_add_self_test(self, bundle: Bundle, draft: Path, progress: Progress) -> None:
+        """The draft is ready: what fails here is told, and nothing else follows."""
+        try:
+            self._maybe_add_self_test(bundle, draft, progress)
+        except (OSError, DraftwireError) as error:
+            log.warning("the draft in %s gets no self-test: %s", draft, error)
 
     def _maybe_add_self_test(self, bundle: Bundle, draft: Path, progress: Progress) -> bool:
         """Completes a draft whose self-test is missing or damaged, as in those that an older version pulled."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shared import model_folder
+from shared import model_folder, model_store
 from shared.errors import ModelLoadError
 from shared.model_bundles import PRECISIONS
 from shared.model_store import Store
@@ -123,6 +125,36 @@ def test_a_draft_is_loaded_without_its_self_test_and_a_pull_makes_that_anew(
     assert calls(tmp_path) == [*before, "choose", "measure"]
     assert (folder / SELF_TEST).read_bytes() == whole
     store.verify("fake")
+
+
+@pytest.mark.parametrize("failure", ["lock", "folder", "tool", "disk"])
+def test_a_ready_draft_is_given_back_whatever_keeps_it_from_getting_a_self_test(
+    failure: str, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.pull("fake", "target")
+    folder = store.pull("fake", "draft")
+    make_older(folder)
+    if failure == "lock":
+        shutil.rmtree(store.root / "locks")
+        (store.root / "locks").write_text("no folder")
+        told = f"{store.root / 'locks' / 'fake.lock'} cannot be written: "
+    elif failure == "folder":
+        monkeypatch.setattr(tempfile, "mkdtemp", refuses)
+        told = f"{folder.parent} cannot be written: Read-only file system"
+    elif failure == "tool":
+        store = replace(store, tools=replace(store.tools, choose=("false",)))
+        told = "asking the draft's source for its choices failed"
+    else:
+        monkeypatch.setattr(model_store, "add_sealed", refuses)
+        told = "Read-only file system"
+    assert store.pull("fake", "draft") == store.resolve("fake", "draft") == folder
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "draftwire.models"]
+    assert line.startswith(f"the draft in {folder} gets no self-test: ")
+    assert told in line
+
+
+def refuses(*given: object, **named: object) -> str:
+    raise OSError(errno.EROFS, "Read-only file system")
 
 
 def test_an_older_draft_is_left_as_it_is_where_its_source_is_gone_or_another(store: Store, tmp_path: Path) -> None:
