@@ -55,7 +55,7 @@ def add_option(command: argparse.ArgumentParser, what: str) -> None:
 
 def _show(args: argparse.Namespace) -> int:
     file = UserTextFile(args.file)
-    if not file.path.exists():
+    if not file.exists():
         raise ConfigError(f"{args.file}: there is no such file", field="FILE")
     texts = file.texts()
     if args.json:
@@ -87,7 +87,7 @@ class RememberedText:
             raise ConfigError(f"{OPTION} {path}: user_text_tokens is 0, there is no room for it", field=OPTION)
         if is_kept:
             self._file.check_usable()
-        elif not self._file.path.exists():
+        elif not self._file.exists():
             raise ConfigError(f"{OPTION} {path}: there is no such file", field=OPTION)
         self._texts = self._file.texts()
 

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from shared.errors import ConfigError
 
@@ -47,6 +47,15 @@ class UserTextFile:
         """Ids of each text that was written."""
         with self._failures_named():
             self.path = Path(os.path.realpath(path))
+
+    def exists(self) -> bool:
+        """Whether there is a file. Raises: ConfigError if that cannot be told."""
+        with self._failures_named():
+            try:
+                self.path.stat()
+            except FileNotFoundError:
+                return False
+            return True
 
     def texts(self) -> list[str]:
         """What is remembered, the oldest first; nothing if there is no file.
@@ -84,7 +93,7 @@ class UserTextFile:
         Raises: ConfigError if there is none, or what is there is no such file; that is left alone.
         """
         with self._failures_named():
-            if not self.path.exists():
+            if not self.exists():
                 self._refuse("there is no such file")
             with self._locked():
                 with self.path.open("rb") as file:
@@ -171,14 +180,16 @@ class UserTextFile:
         try:
             head = json.loads(first)
             written, digest = head["draftwire user text"], head["sha256"]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._refuse_damaged()
         if written != _FORMAT:
             self._refuse(f"of format {written}, this version reads {_FORMAT}")
         if hashlib.sha256(rest).hexdigest() != digest:
             self._refuse_damaged()
-        texts: list[Any] = [json.loads(line) for line in rest.splitlines()]
-        return texts
+        try:
+            return [str(json.loads(line)) for line in rest.splitlines()]
+        except (ValueError, RecursionError):  # whole, but not of our making
+            self._refuse_damaged()
 
     # ------------------------------------------------------------ errors
 

@@ -34,6 +34,7 @@ DAMAGE = {
     "huge": {"texts": [[5, 1 << 40, 7], [8]]},
     "a truth value": {"texts": [[5, True, 7], [8]]},
     "a bound beyond 1": {"bound": 1.5},
+    "a bound beyond all numbers": {"bound": 10**400},
     "no number": {"agreement": float("nan")},
     "text for a number": {"bound": "high"},
 }

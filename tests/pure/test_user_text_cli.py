@@ -272,6 +272,19 @@ def test_a_batch_needs_a_file_to_draft_from(
 # ---------------------------------------------------------------- show and clear
 
 
+@pytest.mark.parametrize("command", [["user-text", "show"], ["batch", "in.jsonl", "out.jsonl", "--user-text"]])
+def test_a_file_that_may_not_be_looked_for_is_one_line(
+    command: list[str], path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(path.parent)
+    Path("in.jsonl").write_text('{"prompt": "x"}\n')
+    name = "x" * 300
+    assert cli.main([*command, name]) == 1
+    err = capsys.readouterr().err
+    assert err.endswith(f"{name}: File name too long\n")
+    assert len(err.splitlines()) == 1
+
+
 def test_show_prints_what_is_remembered(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(path, "one\nline", "你好")
     assert cli.main(["user-text", "show", str(path)]) == 0

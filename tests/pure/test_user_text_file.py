@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import stat
@@ -200,6 +201,45 @@ def test_every_cut_and_every_changed_byte_is_refused_and_nothing_is_lost(path: P
             with pytest.raises(ConfigError, match=r"user\.text: "):
                 use()
             assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("rest", [b"[" * 100_000 + b"\n", b"\xff\n", b"{\n"])
+def test_lines_that_are_no_texts_are_refused_under_a_digest_that_is_right(path: Path, rest: bytes) -> None:
+    head = {"draftwire user text": 1, "sha256": hashlib.sha256(rest).hexdigest()}
+    path.write_bytes(json.dumps(head).encode() + b"\n" + rest)
+    with pytest.raises(ConfigError, match="damaged"):
+        texts(path)
+
+
+def test_a_head_that_is_too_deep_is_refused(path: Path) -> None:
+    path.write_bytes(b'{"draftwire user text": ' + b"[" * 100_000)
+    with pytest.raises(ConfigError, match="damaged"):
+        texts(path)
+
+
+def test_a_file_that_may_not_be_looked_for_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(self: Path, **options: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied")
+
+    file = UserTextFile(path, "--user-text")
+    assert not file.exists()
+    monkeypatch.setattr(Path, "stat", hidden)
+    for use in (file.exists, file.texts, file.check_usable, file.clear):
+        with pytest.raises(ConfigError, match=r"--user-text .*user\.text: Permission denied"):
+            use()
+
+
+def test_a_file_or_folder_that_cannot_be_written_is_told_before_a_text_is_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even root is told: what the system says is changed here, not the files."""
+    for closed in (path.parent, path):
+        monkeypatch.setattr(os, "access", lambda asked, mode, closed=closed: asked != closed)
+        if closed == path:
+            UserTextFile(path).check_usable()
+            add(path, "one")
+        with pytest.raises(ConfigError, match=r"user\.text: it cannot be written$"):
+            UserTextFile(path).check_usable()
 
 
 def test_a_bad_file_is_told_apart_by_what_is_wrong(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
