@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -20,6 +21,9 @@ from shared.errors import ConfigError
 
 MAX_FILE_BYTES = 64 * 2**20
 """A larger file is not read, and none is written."""
+LOCK_WAIT_S = 5
+"""So long another process may keep the file locked; a write takes some milliseconds."""
+_LOCK_POLL_S = 0.01
 _FORMAT = 1
 _BEGINNING = b'{"draftwire user text": '
 
@@ -76,6 +80,7 @@ class UserTextFile:
 
         Kept are the newest that take `max_tokens` by this tokenizer, one more counted for each text; of a text that is
         larger than that, the end. Always with the same tokenizer.
+        Waits LOCK_WAIT_S at most for other processes.
         Raises: ConfigError as `texts`, or if it cannot be written; then it is as it was.
         """
         with self._failures_named(), self._locked():
@@ -158,16 +163,34 @@ class UserTextFile:
             import fcntl
         except ImportError:
             self._refuse("files of a user's text can be locked on Linux and macOS only")
+        until = time.monotonic() + LOCK_WAIT_S
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor, is_made = self._opened()
             try:
                 self._check_regular(os.fstat(descriptor))
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if _is_still(descriptor, self.path):
-                    yield
+                is_held = False
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_held = _is_still(descriptor, self.path)
+                if is_held:
+                    try:
+                        yield
+                    finally:
+                        if is_made and _is_still(descriptor, self.path):
+                            self.path.unlink()  # nothing came of it
                     return
             finally:
                 os.close(descriptor)
+            if time.monotonic() > until:
+                self._refuse(f"another process has kept it locked for {LOCK_WAIT_S} seconds")
+            time.sleep(_LOCK_POLL_S)
+
+    def _opened(self) -> tuple[int, bool]:
+        """A descriptor of the file, and whether that made it."""
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), False
 
     def _decoded(self, content: bytes) -> list[str]:
         if not content:

@@ -9,6 +9,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -183,6 +184,21 @@ def test_a_write_that_fails_leaves_the_older_file_and_nothing_beside_it(
     assert texts(path) == ["one"]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_first_write_that_fails_leaves_no_file_and_no_other_goes(
+    is_there: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: UserTextFile, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    if is_there:
+        path.touch()
+    monkeypatch.setattr(UserTextFile, "_write", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        add(path, "one")
+    assert path.exists() == is_there
+
+
 def test_what_a_killed_writer_left_is_gone_after_the_next(path: Path) -> None:
     path.with_name(".user.text.new").write_text("half")
     add(path, "one")
@@ -321,6 +337,23 @@ def test_processes_that_add_at_once_lose_nothing(path: Path) -> None:
     assert sorted(found) == sorted(f"{name} {n}" for name in "abc" for n in range(25))
     assert [text for text in found if text[0] == "b"] == [f"b {n}" for n in range(25)]
     assert os.listdir(path.parent) == ["user.text"]
+
+
+def test_a_file_that_another_process_keeps_locked_is_named_and_comes_free_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(path, "before")
+    monkeypatch.setattr(user_text_file, "LOCK_WAIT_S", 0.05)
+    with path.open("rb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        for use in (lambda: add(path, "mine"), UserTextFile(path).clear):
+            with pytest.raises(ConfigError, match=r"user\.text: another process has kept it locked for 0\.05 seconds"):
+                use()
+        assert texts(path) == ["before"]
+        monkeypatch.setattr(user_text_file, "LOCK_WAIT_S", 60)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(theirs, fcntl.LOCK_UN))
+        add(path, "mine")
+    assert texts(path) == ["before", "mine"]
 
 
 @pytest.mark.parametrize("what", ["added", "cleared"])
