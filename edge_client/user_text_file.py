@@ -124,13 +124,14 @@ class UserTextFile:
         for text in reversed(texts):
             if not lengths:
                 text = _ending(text, tokenizer, max_tokens - 1)
+            if not text:
+                continue
             length = self._lengths[text] if text in self._lengths else len(tokenizer.encode(text))
             tokens += length + 1
             size_bytes += len(_line(text))
             if tokens > max_tokens or size_bytes > MAX_FILE_BYTES:
                 break
-            if text:
-                lengths[text] = length
+            lengths[text] = length
         self._lengths = lengths
         return list(lengths)[::-1]
 
@@ -242,7 +243,8 @@ def _ending(text: str, tokenizer: Encoder, most: int) -> str:
     """The text, or its last `most` ids' worth without a character that the cut went through."""
     room = most
     while len(ids := tokenizer.encode(text)) > most:
-        text = tokenizer.decode(ids[len(ids) - room :], skip_special=False).lstrip("\ufffd")
+        tail = tokenizer.decode(ids[len(ids) - room :], skip_special=False)
+        text = tail if text.endswith(tail) else tail.lstrip("\ufffd")
         room -= 1  # what is left may take more ids than it did within the whole
     return text
 

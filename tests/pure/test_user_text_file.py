@@ -103,6 +103,27 @@ def test_of_a_text_larger_than_everything_the_end_is_kept_in_whole_characters(pa
     assert texts(path) == ["x" * (12 - len(tokenizer.encode("x")))]
 
 
+class Plain(Bytes):
+    """Its ids are the bytes of any text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def test_signs_of_broken_characters_are_text_too_where_they_stood_in_it(path: Path) -> None:
+    UserTextFile(path).add(["\ufffd" * 30], Plain(), 12)
+    assert texts(path) == ["\ufffd" * 3]
+    UserTextFile(path).add(["x" * 30 + "\ufffd好"], Plain(), 7)
+    assert texts(path) == ["\ufffd好"]
+    UserTextFile(path).add(["x" * 30 + "\ufffd好"], Plain(), 6)
+    assert texts(path) == ["好"]
+
+
+def test_a_text_of_which_no_end_fits_takes_no_room_from_those_before_it(path: Path) -> None:
+    UserTextFile(path).add(["old", "🙂"], Plain(), 4)
+    assert texts(path) == ["old"]
+
+
 def test_one_file_may_be_added_to_again_and_again(path: Path) -> None:
     """What it remembers of lengths does not outlive the texts, and is right."""
     file = UserTextFile(path)
