@@ -111,7 +111,7 @@ def _add_batch(commands: Any) -> None:
     add("--system", default="", metavar="TEXT", help="a system turn before each chat that has none")
     add("--force", action="store_true", help="replace OUT if it is there")
     add("--restart", action="store_true", help="begin anew: forget what an earlier run has kept in OUT.partial")
-    user_text_cli.add_option(command, "look-up drafts from this file too; nothing is added to it")
+    user_text_cli.add_option(command, "look-up drafts from this file too, which must be there; nothing is added to it")
     add_generation_options(command)
     command.set_defaults(handler=_batch, seed=0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import logging
 import platform
 import sys
@@ -66,21 +65,24 @@ def _share(flags: Sequence[bool]) -> float:
     return sum(flags) / len(flags)
 
 
-def warn_if_unlike_its_source(model: ScoringModel, folder: Path) -> None:
+def warn_if_unlike_its_source(model: ScoringModel, folder: Path, runtime_version: str) -> None:
     """(worker thread) Takes the self-test beside a draft, and logs a warning if the draft fails it.
 
     A folder without one is not tested: an export of the user's own, or one of an older version. On the machine where
-    the draft was exported the test was taken then.
+    the draft was exported the test was taken then. Whatever goes wrong here is a warning: the draft is used.
     """
     try:
         test = read_self_test(folder / SELF_TEST)
         if test is None:
             log.debug("%s has no %s: it is not tested", folder, SELF_TEST)
             return
-        is_measured_here = bool(test.machine) and test.machine == this_machine()
+        is_measured_here = bool(test.machine) and test.machine == this_machine(runtime_version)
         agreement = test.agreement if is_measured_here else agreement_of(model, test)
-    except ModelError as error:
-        log.warning("the draft in %s could not be tested: %s; pull or export it again", folder, error.message)
+    except Exception as error:
+        reason = error.message if isinstance(error, ModelError) else repr(error)
+        log.warning(
+            "the draft in %s could not be tested: %s; pull it again with --force, or export it again", folder, reason
+        )
         return
     level, says = logging.DEBUG, "within"
     if agreement < test.bound:
@@ -99,14 +101,16 @@ def warn_if_unlike_its_source(model: ScoringModel, folder: Path) -> None:
     )
 
 
-def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """A digest of what decides which instructions a draft runs with: the processor, what it can do, and the runtime."""
-    told = {"machine": platform.machine(), "processor": platform.processor()}
-    told["onnxruntime"] = importlib.metadata.version("onnxruntime")
+def this_machine(runtime_version: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """A digest of what decides which instructions a draft runs with: the processor, what it can do, and the runtime.
+
+    Empty where the system does not tell what the processor can do.
+    """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        lines = []
+        return ""
+    told = {"machine": platform.machine(), "processor": platform.processor(), "onnxruntime": runtime_version}
     for line in lines:
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "flags", "Features", "CPU part"):
@@ -124,7 +128,7 @@ def _remedy(precision: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of this module: writes into a self-test what a draft's agreement is here."""
-    from edge_client.onnx_drafter import OnnxModel
+    from edge_client.onnx_drafter import RUNTIME_VERSION, OnnxModel
 
     parser = argparse.ArgumentParser(prog="python -m edge_client.draft_check", description="Measure a draft.")
     parser.add_argument("draft", type=Path, metavar="DRAFT", help="the draft's folder")
@@ -134,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if test is None:
         raise ModelLoadError(f"there is no file {options.file}")
     agreement = agreement_of(OnnxModel(options.draft), test)
-    replace(test, agreement=agreement, machine=this_machine()).write(options.file)
+    replace(test, agreement=agreement, machine=this_machine(RUNTIME_VERSION)).write(options.file)
     return 0
 
 

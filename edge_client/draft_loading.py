@@ -28,11 +28,11 @@ def load_drafters(draft: str, precision: str, tokenizer: TextTokenizer, threads:
 
     Raises: ConfigError, ModelError.
     """
-    from edge_client.onnx_drafter import OnnxModel  # onnxruntime: not before a drafter is wanted
+    from edge_client.onnx_drafter import RUNTIME_VERSION, OnnxModel  # onnxruntime: not before a drafter is wanted
 
     folder = draft_folder(draft, precision)
     model = OnnxModel(folder, threads)
-    warn_if_unlike_its_source(model.another(), folder)
+    warn_if_unlike_its_source(model.another(), folder, RUNTIME_VERSION)
     valid = tokenizer.vocabulary.valid_mask(model.vocabulary_rows)
     models = [model, *(model.another() for _ in range(count - 1))]
     return [ModelDrafter(each, valid) for each in models]

@@ -19,7 +19,7 @@ from shared.model_build import SOURCES
 from shared.model_bundles import PRECISIONS, ROLES, TOKENIZER, Bundle
 from shared.model_folder import Progress, silent
 from shared.model_store import Store
-from shared.self_test import SELF_TEST, read_self_test
+from shared.self_test import SELF_TEST, SelfTest, read_self_test
 
 _ALL = "all"
 _BYTES_FROM = 1 << 16
@@ -128,10 +128,25 @@ def _draft_state(folder: Path) -> str:
 
 def _agreement(folder: Path) -> float | None:
     """With its source, as measured when it was exported; None if the draft has no self-test that can be read."""
+    test = _self_test(folder)
+    return None if test is None else test.agreement
+
+
+def _self_test(folder: Path) -> SelfTest | None:
     with contextlib.suppress(ModelLoadError):
-        test = read_self_test(folder / SELF_TEST)
-        return None if test is None else test.agreement
+        return read_self_test(folder / SELF_TEST)
     return None
+
+
+def _tell_if_unlike_its_source(folder: Path) -> None:
+    """One line on stderr about a draft that does not choose as it should even where it was exported."""
+    test = _self_test(folder)
+    if test is not None and test.agreement < test.bound:
+        print(
+            f"edge-client: the draft in {folder} agrees with the model it was made of in {test.agreement:.2f} of its "
+            f"self-test, below the bound of {test.bound:.2f} for {test.precision}: try another --precision",
+            file=sys.stderr,
+        )
 
 
 def _described(store: Store, bundle: Bundle) -> dict[str, object]:
@@ -156,6 +171,8 @@ def pull_model(args: argparse.Namespace) -> int:
     with progress_bars() as progress:
         for role in roles:
             folders[role] = store.pull(args.name, role, progress, args.precision, args.source, args.force)
+    if "draft" in folders:
+        _tell_if_unlike_its_source(folders["draft"])
     if args.json:
         print(json.dumps({"name": args.name, "folders": {role: str(folder) for role, folder in folders.items()}}))
     else:
@@ -177,7 +194,10 @@ def verify_models(args: argparse.Namespace) -> int:
         for name, found in damages.items():
             for damage in found:
                 print(f"{name}: {damage}")
-            print(f"{name}: run: edge-client models pull {name} --force" if found else f"{name}: ok")
+            for command in store.remedies(name, found):
+                print(f"{name}: run: {command}")
+            if not found:
+                print(f"{name}: ok")
         if not names:
             print("nothing is pulled; run: edge-client models pull NAME")
     return 1 if any(damages.values()) else 0
@@ -187,6 +207,7 @@ def export_draft(args: argparse.Namespace) -> int:
     """Exports a draft into a folder of the user's own and prints where it lies."""
     with progress_bars() as progress:
         out = Store().export_draft(args.source, args.out, args.precision, progress)
+    _tell_if_unlike_its_source(out)
     print(json.dumps({"draft": str(out)}) if args.json else f"draft: {out}")
     return 0
 

@@ -23,6 +23,9 @@ FIRST_ROWS = 256
 MAX_CHUNK = 32
 """Ids in one forward at most: scores come for all of them, and a long prefill would peak in memory."""
 
+RUNTIME_VERSION = str(onnxruntime.__version__)
+"""Whichever package brought the runtime: onnxruntime, onnxruntime-gpu, a nightly build."""
+
 _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 

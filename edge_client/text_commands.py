@@ -45,12 +45,12 @@ async def generate(args: argparse.Namespace) -> int:
             text, reason = await _print_json(args, client, content)
         else:
             text, reason = await _show(args, client, content, args.trace)
-        remembered.accept(client, reason, *((prompt + text,) if args.raw else (prompt, text)))
+        await remembered.accept(client, reason, *((prompt + text,) if args.raw else (prompt, text)))
     return 0
 
 
 async def chat(args: argparse.Namespace) -> int:
-    """Answers line after line; returns the exit code."""
+    """Answers line after line; returns the exit code. A file of the user's text that cannot be written is told once."""
     check_before_loading(args)
     check_trace(args.trace)
     config = client_config(args)
@@ -60,7 +60,7 @@ async def chat(args: argparse.Namespace) -> int:
         remembered.give(client, Rule(args.rule), sampling_of(args, client.card.generation_defaults))
         turns: list[dict[str, str]] = list(start)
         is_terminal = sys.stdin.isatty()
-        answers = 0
+        answers, is_lossy = 0, False
         while line := (await _read_line("you> " if is_terminal else "")).strip():
             if line == "/quit":
                 break
@@ -71,8 +71,13 @@ async def chat(args: argparse.Namespace) -> int:
             answers += 1
             text, reason = await _show(args, client, turns, _numbered(args.trace, answers))
             turns.append({"role": "assistant", "content": text})
-            remembered.accept(client, reason, line, text)
-    return 0
+            try:
+                await remembered.accept(client, reason, line, text)
+            except ConfigError as error:
+                if not is_lossy:
+                    print(f"edge-client: {error.message}", file=sys.stderr)
+                is_lossy = True
+    return 1 if is_lossy else 0
 
 
 def _options(args: argparse.Namespace, client: SpeculativeClient) -> dict[str, Any]:

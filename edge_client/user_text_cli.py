@@ -9,6 +9,7 @@ texts of a batch nobody has read when they are written: a batch drafts from the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def add_option(command: argparse.ArgumentParser, what: str) -> None:
 
 def _show(args: argparse.Namespace) -> int:
     file = UserTextFile(args.file)
-    if not file.path.exists():
+    if not file.exists():
         raise ConfigError(f"{args.file}: there is no such file", field="FILE")
     texts = file.texts()
     if args.json:
@@ -87,7 +88,7 @@ class RememberedText:
             raise ConfigError(f"{OPTION} {path}: user_text_tokens is 0, there is no room for it", field=OPTION)
         if is_kept:
             self._file.check_usable()
-        elif not self._file.path.exists():
+        elif not self._file.exists():
             raise ConfigError(f"{OPTION} {path}: there is no such file", field=OPTION)
         self._texts = self._file.texts()
 
@@ -109,10 +110,13 @@ class RememberedText:
             return "under the rejection rule nothing is looked up"
         return ""
 
-    def accept(self, client: SpeculativeClient, reason: FinishReason, *texts: str) -> None:
-        """The user's turn and its answer; if that came to its end they are drafted from, and in the file at once."""
+    async def accept(self, client: SpeculativeClient, reason: FinishReason, *texts: str) -> None:
+        """The user's turn and its answer; if that came to its end they are drafted from, and in the file at once.
+
+        Raises: ConfigError if they cannot be written; they are drafted from all the same.
+        """
         if self._file is None or reason is FinishReason.CANCELLED:
             return
         for text in texts:
             client.remember(text)
-        self._file.add(texts, client.tokenizer, self._max_tokens)
+        await asyncio.to_thread(self._file.add, texts, client.tokenizer, self._max_tokens)

@@ -12,14 +12,18 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from shared.errors import ConfigError
 
 MAX_FILE_BYTES = 64 * 2**20
 """A larger file is not read, and none is written."""
+LOCK_WAIT_S = 5
+"""So long another process may keep the file locked; a write takes some milliseconds."""
+_LOCK_POLL_S = 0.01
 _FORMAT = 1
 _BEGINNING = b'{"draftwire user text": '
 
@@ -48,6 +52,15 @@ class UserTextFile:
         with self._failures_named():
             self.path = Path(os.path.realpath(path))
 
+    def exists(self) -> bool:
+        """Whether there is a file. Raises: ConfigError if that cannot be told."""
+        with self._failures_named():
+            try:
+                self.path.stat()
+            except FileNotFoundError:
+                return False
+            return True
+
     def texts(self) -> list[str]:
         """What is remembered, the oldest first; nothing if there is no file.
 
@@ -67,6 +80,7 @@ class UserTextFile:
 
         Kept are the newest that take `max_tokens` by this tokenizer, one more counted for each text; of a text that is
         larger than that, the end. Always with the same tokenizer.
+        Waits LOCK_WAIT_S at most for other processes.
         Raises: ConfigError as `texts`, or if it cannot be written; then it is as it was.
         """
         with self._failures_named(), self._locked():
@@ -84,7 +98,7 @@ class UserTextFile:
         Raises: ConfigError if there is none, or what is there is no such file; that is left alone.
         """
         with self._failures_named():
-            if not self.path.exists():
+            if not self.exists():
                 self._refuse("there is no such file")
             with self._locked():
                 with self.path.open("rb") as file:
@@ -110,13 +124,14 @@ class UserTextFile:
         for text in reversed(texts):
             if not lengths:
                 text = _ending(text, tokenizer, max_tokens - 1)
+            if not text:
+                continue
             length = self._lengths[text] if text in self._lengths else len(tokenizer.encode(text))
             tokens += length + 1
             size_bytes += len(_line(text))
             if tokens > max_tokens or size_bytes > MAX_FILE_BYTES:
                 break
-            if text:
-                lengths[text] = length
+            lengths[text] = length
         self._lengths = lengths
         return list(lengths)[::-1]
 
@@ -149,16 +164,34 @@ class UserTextFile:
             import fcntl
         except ImportError:
             self._refuse("files of a user's text can be locked on Linux and macOS only")
+        until = time.monotonic() + LOCK_WAIT_S
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor, is_made = self._opened()
             try:
                 self._check_regular(os.fstat(descriptor))
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if _is_still(descriptor, self.path):
-                    yield
+                is_held = False
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_held = _is_still(descriptor, self.path)
+                if is_held:
+                    try:
+                        yield
+                    finally:
+                        if is_made and _is_still(descriptor, self.path):
+                            self.path.unlink()  # nothing came of it
                     return
             finally:
                 os.close(descriptor)
+            if time.monotonic() > until:
+                self._refuse(f"another process has kept it locked for {LOCK_WAIT_S} seconds")
+            time.sleep(_LOCK_POLL_S)
+
+    def _opened(self) -> tuple[int, bool]:
+        """A descriptor of the file, and whether that made it."""
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), False
 
     def _decoded(self, content: bytes) -> list[str]:
         if not content:
@@ -171,14 +204,16 @@ class UserTextFile:
         try:
             head = json.loads(first)
             written, digest = head["draftwire user text"], head["sha256"]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._refuse_damaged()
         if written != _FORMAT:
             self._refuse(f"of format {written}, this version reads {_FORMAT}")
         if hashlib.sha256(rest).hexdigest() != digest:
             self._refuse_damaged()
-        texts: list[Any] = [json.loads(line) for line in rest.splitlines()]
-        return texts
+        try:
+            return [str(json.loads(line)) for line in rest.splitlines()]
+        except (ValueError, RecursionError):  # whole, but not of our making
+            self._refuse_damaged()
 
     # ------------------------------------------------------------ errors
 
@@ -208,7 +243,8 @@ def _ending(text: str, tokenizer: Encoder, most: int) -> str:
     """The text, or its last `most` ids' worth without a character that the cut went through."""
     room = most
     while len(ids := tokenizer.encode(text)) > most:
-        text = tokenizer.decode(ids[len(ids) - room :], skip_special=False).lstrip("\ufffd")
+        tail = tokenizer.decode(ids[len(ids) - room :], skip_special=False)
+        text = tail if text.endswith(tail) else tail.lstrip("\ufffd")
         room -= 1  # what is left may take more ids than it did within the whole
     return text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from shared.errors import ConfigError, ModelLoadError
 from shared.model_bundles import TOKENIZER, Bundle
 from shared.model_fetch import Snapshot, fetch_gguf, hub_snapshot, hub_tokenizer
-from shared.model_folder import TOKENIZER_FILES, check_required
+from shared.model_folder import REQUIRED, TOKENIZER_FILES, check_required
 from shared.model_process import Job, require
 from shared.self_test import SELF_TEST
 
@@ -96,18 +96,20 @@ def build_tokenizer(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to
         command = [*tools.convert, "convert-gguf-tokenizer", str(gguf), str(found)]
         job.step(command, f"converting {bundle.name}'s tokenizer")
         gguf.unlink()
-    if not (found / "tokenizer.json").is_file():
-        raise ModelLoadError(f"{bundle.hub_id or bundle.name} has no tokenizer.json")
+    for name in REQUIRED[TOKENIZER]:
+        if not (found / name).is_file():
+            raise ModelLoadError(f"{bundle.hub_id or bundle.name} has no {name}")
     return copy_tokenizer(job, found)
 
 
 def copy_tokenizer(job: Job, source: Path) -> Path:
-    """A folder in the staging folder with the tokenizer's files of another."""
+    """A folder in the staging folder with the tokenizer's files of another. Raises: ModelLoadError if it lacks one."""
     built = job.folder / "tokenizer"
     built.mkdir()
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, built / name)
+    check_required(built, TOKENIZER)
     return built
 
 

@@ -66,10 +66,14 @@ class ModelCache:
         """The finished results of a bundle, damaged or not."""
         return [self._home(bundle) / result for result in _RESULTS if (self._home(bundle) / result).is_dir()]
 
-    def _with_tokenizer(self, bundle: Bundle, but: Path | None = None) -> Path | None:
-        """The smallest pulled result, `but` for one, whose tokenizer's files are whole; None if there is none."""
-        ready = reversed(self.ready(bundle))
-        return next((folder for folder in ready if folder != but and _has_tokenizer(folder)), None)
+    def _with_tokenizer(self, bundle: Bundle) -> Path | None:
+        """The smallest pulled result whose tokenizer's files are whole; None if there is none."""
+        return next((folder for folder in reversed(self.ready(bundle)) if _has_tokenizer(folder)), None)
+
+    def _tokenizer_to_copy(self, bundle: Bundle, final: Path) -> Path | None:
+        """(locked) Another result than `final` whose tokenizer's files are as they were stored, byte for byte."""
+        others = [folder for folder in reversed(self.ready(bundle)) if folder != final and _has_tokenizer(folder)]
+        return next((folder for folder in others if not hash_damage(folder, silent, TOKENIZER)), None)
 
     def has_tokenizer(self, name: str) -> bool:
         """Whether the tokenizer of this model is here: in a folder of that path, or in a pulled result."""
@@ -109,7 +113,14 @@ class ModelCache:
         """
         if damages := self.damage(name, progress):
             listed = ", ".join(str(damage) for damage in damages)
-            raise ModelLoadError(f"{listed}; run: edge-client models pull {name} --force")
+            raise ModelLoadError(f"{listed}; run: {' && '.join(self.remedies(name, damages))}")
+
+    def remedies(self, name: str, damages: list[Damage]) -> list[str]:
+        """The commands that build the damaged results of a bundle again, one each."""
+        home = self._home(self.find_or_hub(name))
+        results = dict.fromkeys(damage.path.relative_to(home).parts[0] for damage in damages)
+        asked = [f"--role {result}".replace("draft-", "draft --precision ") for result in results]
+        return [f"edge-client models pull {name} {each} --force" for each in asked]
 
     def _home(self, bundle: Bundle) -> Path:
         return self.root / "models" / bundle.name

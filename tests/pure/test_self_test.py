@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shared import model_folder
+from shared import model_folder, model_store
 from shared.errors import ModelLoadError
 from shared.model_bundles import PRECISIONS
 from shared.model_store import Store
@@ -32,6 +34,7 @@ DAMAGE = {
     "huge": {"texts": [[5, 1 << 40, 7], [8]]},
     "a truth value": {"texts": [[5, True, 7], [8]]},
     "a bound beyond 1": {"bound": 1.5},
+    "a bound beyond all numbers": {"bound": 10**400},
     "no number": {"agreement": float("nan")},
     "text for a number": {"bound": "high"},
 }
@@ -103,6 +106,56 @@ def test_a_draft_of_an_older_version_loads_and_verifies_and_a_pull_completes_it(
     (folder / SELF_TEST).write_text((folder / SELF_TEST).read_text().replace("0.75", "0.15"))
     assert [damage.path for damage in store.damage("fake")] == [folder / SELF_TEST], "its manifest guards it too"
     assert left_over(tmp_path) == ["draft-int4", "target"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_draft_is_loaded_without_its_self_test_and_a_pull_makes_that_anew(
+    damage: str, store: Store, tmp_path: Path
+) -> None:
+    store.pull("fake", "target")
+    folder = store.pull("fake", "draft")
+    whole = (folder / SELF_TEST).read_bytes()
+    (folder / SELF_TEST).unlink()
+    if damage == "cut":
+        (folder / SELF_TEST).write_bytes(whole[:-9])
+    before = calls(tmp_path)
+    assert store.resolve("fake", "draft") == store.resolve(str(folder), "draft") == folder
+    (told,) = store.damage("fake")
+    assert (told.path, told.what.split()[1]) == (folder / SELF_TEST, "missing" if damage == "gone" else "corrupt:")
+    store.pull("fake", "draft")
+    assert calls(tmp_path) == [*before, "choose", "measure"]
+    assert (folder / SELF_TEST).read_bytes() == whole
+    store.verify("fake")
+
+
+@pytest.mark.parametrize("failure", ["lock", "folder", "tool", "disk"])
+def test_a_ready_draft_is_given_back_whatever_keeps_it_from_getting_a_self_test(
+    failure: str, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.pull("fake", "target")
+    folder = store.pull("fake", "draft")
+    make_older(folder)
+    if failure == "lock":
+        shutil.rmtree(store.root / "locks")
+        (store.root / "locks").write_text("no folder")
+        told = f"{store.root / 'locks' / 'fake.lock'} cannot be written: "
+    elif failure == "folder":
+        monkeypatch.setattr(tempfile, "mkdtemp", refuses)
+        told = f"{folder.parent} cannot be written: Read-only file system"
+    elif failure == "tool":
+        store = replace(store, tools=replace(store.tools, choose=("false",)))
+        told = "asking the draft's source for its choices failed"
+    else:
+        monkeypatch.setattr(model_store, "add_sealed", refuses)
+        told = "Read-only file system"
+    assert store.pull("fake", "draft") == store.resolve("fake", "draft") == folder
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "draftwire.models"]
+    assert line.startswith(f"the draft in {folder} gets no self-test: ")
+    assert told in line
+
+
+def refuses(*given: object, **named: object) -> str:
+    raise OSError(errno.EROFS, "Read-only file system")
 
 
 def test_an_older_draft_is_left_as_it_is_where_its_source_is_gone_or_another(store: Store, tmp_path: Path) -> None:

@@ -222,6 +222,25 @@ def test_a_file_that_cannot_be_written_in_the_end_is_named_and_stays(
     assert texts(path) == ["earlier"]
 
 
+def test_a_chat_goes_on_when_its_file_cannot_be_written_and_tells_so_once(
+    made: list[RememberingClient], path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, asked = UserTextFile._write, []
+
+    def full_twice(self: UserTextFile, content: bytes) -> None:
+        asked.append(content)
+        if len(asked) < 3:
+            raise OSError(28, "No space left on device")
+        write(self, content)
+
+    monkeypatch.setattr(UserTextFile, "_write", full_twice)
+    say(monkeypatch, "one\ntwo\nthree\n")
+    assert cli.main(["chat", "--user-text", str(path), "--no-stats"]) == 1
+    assert capsys.readouterr().err == f"edge-client: --user-text {path}: No space left on device\n"
+    assert made[0].remembered == ["one", "Hi you", "two", "Hi you", "three", "Hi you"]
+    assert texts(path) == ["three", "Hi you"]
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -270,6 +289,19 @@ def test_a_batch_needs_a_file_to_draft_from(
 
 
 # ---------------------------------------------------------------- show and clear
+
+
+@pytest.mark.parametrize("command", [["user-text", "show"], ["batch", "in.jsonl", "out.jsonl", "--user-text"]])
+def test_a_file_that_may_not_be_looked_for_is_one_line(
+    command: list[str], path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(path.parent)
+    Path("in.jsonl").write_text('{"prompt": "x"}\n')
+    name = "x" * 300
+    assert cli.main([*command, name]) == 1
+    err = capsys.readouterr().err
+    assert err.endswith(f"{name}: File name too long\n")
+    assert len(err.splitlines()) == 1
 
 
 def test_show_prints_what_is_remembered(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

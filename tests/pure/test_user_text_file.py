@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,6 +103,27 @@ def test_of_a_text_larger_than_everything_the_end_is_kept_in_whole_characters(pa
     assert texts(path) == ["x" * (12 - len(tokenizer.encode("x")))]
 
 
+class Plain(Bytes):
+    """Its ids are the bytes of any text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def test_signs_of_broken_characters_are_text_too_where_they_stood_in_it(path: Path) -> None:
+    UserTextFile(path).add(["\ufffd" * 30], Plain(), 12)
+    assert texts(path) == ["\ufffd" * 3]
+    UserTextFile(path).add(["x" * 30 + "\ufffd好"], Plain(), 7)
+    assert texts(path) == ["\ufffd好"]
+    UserTextFile(path).add(["x" * 30 + "\ufffd好"], Plain(), 6)
+    assert texts(path) == ["好"]
+
+
+def test_a_text_of_which_no_end_fits_takes_no_room_from_those_before_it(path: Path) -> None:
+    UserTextFile(path).add(["old", "🙂"], Plain(), 4)
+    assert texts(path) == ["old"]
+
+
 def test_one_file_may_be_added_to_again_and_again(path: Path) -> None:
     """What it remembers of lengths does not outlive the texts, and is right."""
     file = UserTextFile(path)
@@ -182,6 +205,21 @@ def test_a_write_that_fails_leaves_the_older_file_and_nothing_beside_it(
     assert texts(path) == ["one"]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_first_write_that_fails_leaves_no_file_and_no_other_goes(
+    is_there: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: UserTextFile, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    if is_there:
+        path.touch()
+    monkeypatch.setattr(UserTextFile, "_write", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        add(path, "one")
+    assert path.exists() == is_there
+
+
 def test_what_a_killed_writer_left_is_gone_after_the_next(path: Path) -> None:
     path.with_name(".user.text.new").write_text("half")
     add(path, "one")
@@ -200,6 +238,45 @@ def test_every_cut_and_every_changed_byte_is_refused_and_nothing_is_lost(path: P
             with pytest.raises(ConfigError, match=r"user\.text: "):
                 use()
             assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("rest", [b"[" * 100_000 + b"\n", b"\xff\n", b"{\n"])
+def test_lines_that_are_no_texts_are_refused_under_a_digest_that_is_right(path: Path, rest: bytes) -> None:
+    head = {"draftwire user text": 1, "sha256": hashlib.sha256(rest).hexdigest()}
+    path.write_bytes(json.dumps(head).encode() + b"\n" + rest)
+    with pytest.raises(ConfigError, match="damaged"):
+        texts(path)
+
+
+def test_a_head_that_is_too_deep_is_refused(path: Path) -> None:
+    path.write_bytes(b'{"draftwire user text": ' + b"[" * 100_000)
+    with pytest.raises(ConfigError, match="damaged"):
+        texts(path)
+
+
+def test_a_file_that_may_not_be_looked_for_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(self: Path, **options: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied")
+
+    file = UserTextFile(path, "--user-text")
+    assert not file.exists()
+    monkeypatch.setattr(Path, "stat", hidden)
+    for use in (file.exists, file.texts, file.check_usable, file.clear):
+        with pytest.raises(ConfigError, match=r"--user-text .*user\.text: Permission denied"):
+            use()
+
+
+def test_a_file_or_folder_that_cannot_be_written_is_told_before_a_text_is_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even root is told: what the system says is changed here, not the files."""
+    for closed in (path.parent, path):
+        monkeypatch.setattr(os, "access", lambda asked, mode, closed=closed: asked != closed)
+        if closed == path:
+            UserTextFile(path).check_usable()
+            add(path, "one")
+        with pytest.raises(ConfigError, match=r"user\.text: it cannot be written$"):
+            UserTextFile(path).check_usable()
 
 
 def test_a_bad_file_is_told_apart_by_what_is_wrong(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +358,23 @@ def test_processes_that_add_at_once_lose_nothing(path: Path) -> None:
     assert sorted(found) == sorted(f"{name} {n}" for name in "abc" for n in range(25))
     assert [text for text in found if text[0] == "b"] == [f"b {n}" for n in range(25)]
     assert os.listdir(path.parent) == ["user.text"]
+
+
+def test_a_file_that_another_process_keeps_locked_is_named_and_comes_free_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(path, "before")
+    monkeypatch.setattr(user_text_file, "LOCK_WAIT_S", 0.05)
+    with path.open("rb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        for use in (lambda: add(path, "mine"), UserTextFile(path).clear):
+            with pytest.raises(ConfigError, match=r"user\.text: another process has kept it locked for 0\.05 seconds"):
+                use()
+        assert texts(path) == ["before"]
+        monkeypatch.setattr(user_text_file, "LOCK_WAIT_S", 60)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(theirs, fcntl.LOCK_UN))
+        add(path, "mine")
+    assert texts(path) == ["before", "mine"]
 
 
 @pytest.mark.parametrize("what", ["added", "cleared"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from edge_client.client import SpeculativeClient
 from edge_client.client_config import ClientConfig
 from edge_client.draft_check import SINGLY, agreement_of, this_machine
 from edge_client.drafter import ModelDrafter
-from edge_client.onnx_drafter import OnnxModel
+from edge_client.onnx_drafter import RUNTIME_VERSION, OnnxModel
 from shared.errors import ModelLoadError
 from shared.model_build import Tools, build_self_test
 from shared.model_folder import locked, silent
@@ -95,7 +96,7 @@ def test_a_draft_that_chooses_otherwise_is_warned_of_by_folder_figure_bound_and_
 def test_where_the_draft_was_exported_the_test_is_not_taken_again(
     load: Any, right: SelfTest, tiny_pair: TinyPair
 ) -> None:
-    here = replace(right, agreement=0.99, machine=this_machine())
+    here = replace(right, agreement=0.99, machine=this_machine(RUNTIME_VERSION))
     (record,) = load(tiny_pair.noisy_draft, here)
     assert record.levelno == logging.DEBUG
     assert "0.99" in record.getMessage()
@@ -105,18 +106,48 @@ def test_where_the_draft_was_exported_the_test_is_not_taken_again(
     assert record.levelno == logging.WARNING, "it was bad where it was made"
 
 
-def test_another_processor_or_runtime_is_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_processor_or_runtime_is_another_machine(tmp_path: Path) -> None:
     told = (
         "processor\t: 0\nmodel name\t: A\nflags\t\t: fma avx2\n\nprocessor\t: 1\nmodel name\t: A\nflags\t\t: fma avx2\n"
     )
     (tmp_path / "one").write_text(told)
     (tmp_path / "same").write_text(told.replace("processor\t: 1", "processor\t: 7").replace("fma avx2", "avx2 fma"))
     (tmp_path / "other").write_text(told.replace("avx2", "avx2 avx_vnni"))
-    names = [this_machine(tmp_path / name) for name in ("one", "same", "other", "none")]
-    assert names[0] == names[1]
-    assert len(set(names)) == 3
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.1")
-    assert this_machine(tmp_path / "one") != names[0]
+    one, same, other = (this_machine("1.27.0", tmp_path / name) for name in ("one", "same", "other"))
+    assert one == same != other
+    assert this_machine("1.27.1", tmp_path / "one") not in (one, other)
+
+
+def test_a_machine_that_does_not_tell_what_it_is_takes_the_test(
+    load: Any, right: SelfTest, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert this_machine("1.27.0", tmp_path / "none") == ""
+    monkeypatch.setattr(draft_check, "this_machine", lambda version: "")
+    (record,) = load(tiny_pair.noisy_draft, replace(right, agreement=0.99, machine=""))
+    assert record.levelno == logging.WARNING
+
+
+def test_the_runtime_may_come_in_a_package_of_another_name(
+    load: Any, right: SelfTest, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    (record,) = load(tiny_pair.same_draft, replace(right, machine="of another processor"))
+    assert record.levelno == logging.DEBUG
+
+
+def test_whatever_goes_wrong_in_the_check_is_a_warning_and_the_draft_is_used(
+    load: Any, right: SelfTest, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(version: str) -> str:
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr(draft_check, "this_machine", fails)
+    (record,) = load(tiny_pair.same_draft, replace(right, machine="here"))
+    assert record.levelno == logging.WARNING
+    assert "could not be tested: LookupError('no such thing')" in record.getMessage()
 
 
 def test_a_draft_without_a_self_test_is_loaded_with_a_debug_line(load: Any, tiny_pair: TinyPair) -> None:
@@ -197,7 +228,7 @@ def test_both_halves_run_as_the_model_store_runs_them(right: SelfTest, tiny_pair
         file = build_self_test(job, Tools(), tiny_pair.target, tiny_pair.same_draft, "fp32")
     assert file == tmp_path / SELF_TEST
     found = read_self_test(file)
-    assert found == replace(right, agreement=1.0, machine=this_machine())
+    assert found == replace(right, agreement=1.0, machine=this_machine(RUNTIME_VERSION))
 
 
 def test_what_fails_to_be_measured_is_an_error(tiny_pair: TinyPair, tmp_path: Path) -> None:
