@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ import pytest
 from tests.tiny_pair import TinyPair, build_pair
 
 SMOLLM2 = "smollm2-135m"
+
+
+def pytest_configure() -> None:
+    """A run that was started in the background ignores Ctrl-C, and so would the processes that tests interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
