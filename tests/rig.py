@@ -6,6 +6,7 @@ Everything below the test is the product's: service, engine, worker, grpc.aio on
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -117,6 +118,19 @@ async def serving(
     finally:
         await server.stop(0, grace_s)
         await asyncio.to_thread(engine.stop)
+
+
+def held_after(running: Running, forwards: int) -> threading.Event:
+    """The verifier's forwards past so many wait until the event is set."""
+    gate, forward, count = threading.Event(), running.model.forward, itertools.count(1)
+
+    def held(*args: Any, **named: Any) -> Any:
+        if next(count) > forwards:
+            assert gate.wait(3 * PATIENCE_S)
+        return forward(*args, **named)
+
+    running.model.forward = held
+    return gate
 
 
 def client(running: Running | str, pair: TinyPair, draft: str = "same", **parts: Any) -> SpeculativeClient:

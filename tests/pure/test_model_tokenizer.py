@@ -21,18 +21,7 @@ from shared.model_folder import TOKENIZER_FILES, origin_of, seal, silent
 from shared.model_store import Store
 from shared.self_test import SELF_TEST
 from tests.pure.test_chat_template import byte_level, folder_with
-from tests.pure.test_model_store import BUNDLE, PAYLOAD, calls, left_over, make_store, write_wheels
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    write_wheels(tmp_path / "state" / "wheels", PAYLOAD)
-    return tmp_path
-
-
-@pytest.fixture
-def store(base: Path) -> Store:
-    return make_store(base)
+from tests.pure.test_model_store import BUNDLE, calls, left_over, make_store
 
 
 def names(folder: Path) -> list[str]:

@@ -6,10 +6,9 @@ import asyncio
 import signal
 import subprocess
 import sys
-import threading
 
 from cloud_verifier.loading import LoadedTarget
-from tests.rig import serving
+from tests.rig import held_after, serving
 from tests.tiny_pair import TinyPair
 
 PROGRAM = """
@@ -31,17 +30,8 @@ with BlockingClient(ClientConfig(verifier=sys.argv[1], draft=sys.argv[2], hint_t
 async def test_ctrl_c_in_a_blocking_stream_ends_the_text_and_leaves_the_client_usable(
     loaded_tiny: LoadedTarget, tiny_pair: TinyPair
 ) -> None:
-    gate, calls = threading.Event(), 0
     async with serving(loaded_tiny) as running:
-        forward = running.model.forward
-
-        def gated(*args: object, **named: object) -> object:
-            nonlocal calls
-            calls += 1
-            assert calls <= 6 or gate.wait(60)  # the text is not over when the signal comes
-            return forward(*args, **named)
-
-        running.model.forward = gated
+        gate = held_after(running, 6)  # the text is not over when the signal comes
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-c", PROGRAM, running.address, str(tiny_pair.same_draft)),

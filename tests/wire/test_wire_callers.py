@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import aclosing
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from edge_client.trace_file import read_trace
 from shared.errors import ConfigError, VerifierUnavailable
 from shared.sampling import GREEDY
 from shared.types import Rule
-from tests.rig import PATIENCE_S, Running, serving
+from tests.rig import PATIENCE_S, Running, held_after, serving
 from tests.tiny_pair import TinyPair
 
 PROMPT = "the cat"
@@ -126,17 +125,9 @@ async def test_the_command_line_prints_one_json_object_with_the_text_and_its_fig
 async def test_ctrl_c_in_mid_text_leaves_what_was_written_and_a_trace_of_it(
     loaded_tiny: LoadedTarget, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    trace, gate, calls = tmp_path / "t.json", threading.Event(), 0
+    trace = tmp_path / "t.json"
     async with serving(loaded_tiny) as running:
-        forward = running.model.forward
-
-        def gated(*args: object, **named: object) -> object:
-            nonlocal calls
-            calls += 1
-            assert calls <= 6 or gate.wait(60)  # the text is not over when the signal comes
-            return forward(*args, **named)
-
-        running.model.forward = gated
+        gate = held_after(running, 6)  # the text is not over when the signal comes
         arguments = ["generate", PROMPT, "--raw", "--temperature", "0", "--trace", str(trace), "--preview"]
         arguments += ["--verifier", running.address, "--draft", str(tiny_pair.same_draft)]
         process = await asyncio.create_subprocess_exec(
